@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
-from importlib.abc import InspectLoader
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -268,12 +267,16 @@ def _lacks(module: str, name: str) -> str | None:
     """The file of a module whose source has no such word; None where it may have the name. It is not imported."""
     if module in sys.modules:
         return None
+    top, *inner = module.split(".")
     with suppress(Exception):  # importing the module raises the better error
-        spec = find_spec(module)
-        if spec is not None and isinstance(spec.loader, InspectLoader):
-            source = spec.loader.get_source(module)
-            if source is not None and not re.search(rf"\b({name}|__getattr__)\b|import \*", source):
-                return str(spec.origin)
+        # Of a package's module find_spec would import the package.
+        spec = find_spec(top)
+        assert spec is not None
+        places = [Path(place, *inner) for place in spec.submodule_search_locations or ()] if inner else []
+        files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
+        for file in files or [Path(str(spec.origin))]:
+            if file.is_file() and not re.search(rf"\b({name}|__getattr__)\b|import \*", file.read_text()):
+                return str(file)
     return None
 
 

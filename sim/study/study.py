@@ -225,6 +225,8 @@ def _check(cell: Cell) -> None:
     """ConfigError with the name of the policy and of the drafter where the acceptance does not have one."""
     try:
         model = cell.scenario.acceptance
+        drafters = {strategy.drafter for strategy in cell.policy.strategies if strategy.speculates}
+        cell.scenario.check_drafters(drafters, cell.policy.drafters)
         if model is not None:
             settled = model.in_state({})
             for strategy in cell.policy.strategies:

@@ -41,18 +41,14 @@ def fake_rollout(worker_end_s: list[float], rl_step: int) -> SimpleNamespace:
     tokens = [max(1, int(end)) for end in worker_end_s]
     ids = [f"p{i}" for i in range(len(tokens))]
     rows = pd.DataFrame({"prompt_id": ids, "prompt_tokens": 0, "response_tokens": tokens})
+    requests = SimpleNamespace(rl_step=rl_step, policy_version=rl_step, response_tokens=tokens, rows=rows)
+    requests.work = lambda updates: StepWorkload.of_rows(requests.rows, num_updates=updates)
     return SimpleNamespace(
         worker_end_s=worker_end_s,
         finish_s=np.array(worker_end_s),
         makespan_s=max(worker_end_s, default=0.0),
         spot=None,
-        requests=SimpleNamespace(
-            rl_step=rl_step,
-            policy_version=rl_step,
-            response_tokens=tokens,
-            rows=rows,
-            work=lambda updates: StepWorkload.of_rows(rows, num_updates=updates),
-        ),
+        requests=requests,
     )
 
 

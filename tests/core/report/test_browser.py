@@ -93,7 +93,7 @@ def pages(tmp_path_factory):
     row = {"system": "tlt", "makespan_s": 2.0, "ratio": 0.8, "ratio_low": 0.7, "ratio_high": 0.9, "lossless": True}
     plain = row | {"system": "verl", "makespan_s": 2.5, "ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0}
     slow = row | {"system": "long-name-of-a-system", "makespan_s": 12.5, "ratio": 5.0, "ratio_low": None}
-    write_json(folder / "compared.json", {"systems": [row, plain, slow], "baseline": "verl"})
+    write_json(folder / "compared.json", {"rows": [row, plain, slow], "baseline": "verl"})
     report(folder / "run", out=folder / "run.html")
     report(folder / "compared.json", out=folder / "compared.html")
     return folder
