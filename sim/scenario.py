@@ -80,7 +80,7 @@ def named_policies(sources: Mapping[str, PolicySource] | Sequence[PolicySource] 
 class Scenario(SimulationConfig):
     """All of a simulation but the policy: settings for one trace, with what they left open filled in.
 
-    `sweep` holds a scenario fixed while policies change.
+    A study holds a scenario fixed while policies change.
     """
 
     steps: tuple[Requests, ...]

@@ -42,7 +42,7 @@ COMMANDS = {
     "simulate beg-mab": "simulate INPUT WORKERS ACCEPTANCE --policy beg-mab BLOCK --json",
     "compare": "compare INPUT WORKERS ACCEPTANCE --policies none,table,beg-mab BLOCK --json",
     "what-if": "what-if INPUT GPUS --json",
-    "sweep": "sweep INPUT POINTS --acceptance 0.6,0.8 --policies table --json",
+    "compare, grid": "compare INPUT POINTS --acceptance 0.6;0.8 --policies table --json",
     "tune": "tune INPUT WORKERS ACCEPTANCE --out NEW.json --json",
     "verify": "verify INPUT --json",
     "doctor": "doctor INPUT --json",
