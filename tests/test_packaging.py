@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -133,3 +134,8 @@ def test_wrong_input_is_one_line_and_exit_code_2(argv: list[str], complaint: str
     code, out, err = typed(capsys, *argv)
     assert (code, out, len(err.strip().splitlines())) == (2, "", 1)
     assert complaint in err
+
+
+def test_volume_counts_neither_comments_nor_docstrings():
+    volume = runpy.run_path(str(ROOT / ".ci/volume.py"))
+    assert volume["tokens"]('"""Two."""\n\n\ndef f(x):  # three\n    """Four."""\n    return "five"\n') == 8
