@@ -72,7 +72,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"tltlab.{name}")
     if name in _MODULE_OF:
         return getattr(import_module(f"tltlab.{_MODULE_OF[name]}"), name)
-    raise AttributeError(f"module 'tltlab' has no attribute {name!r}")
+    gone = "; compare takes lists, such as workers=[4, 8]" if name == "sweep" else ""
+    raise AttributeError(f"module 'tltlab' has no attribute {name!r}{gone}")
 
 
 def __dir__() -> list[str]:
