@@ -32,7 +32,7 @@ from tltlab.sim.verification.rollouts import _measured, drawn_lengths, verify
 from tltlab.sim.verification.run_files import policies_in_force
 from tltlab.sim.workload import requests_by_step
 from tltlab.strategy import Strategy
-from tltlab.traces.metrics import bubble_fraction, mean_accept_length
+from tltlab.traces.metrics import mean_accept_length
 from tltlab.traces.trace import read
 
 from ..workloads import typed
@@ -207,13 +207,8 @@ def test_a_session_is_rows_and_cells_of_one_study(run: Path):
     assert played["tokens"].sum() == trace.outcomes["response_tokens"].sum()
     chains = played[played["policy"] == "ours"]
     assert chains["kept_tokens"].sum() / chains["drafts"].sum() == pytest.approx(mean_accept_length(trace))
-    assert chains["idle_s"].sum() / chains["worker_s"].sum() == pytest.approx(
-        bubble_fraction(trace.select(chains["rl_step"].tolist()))
-    )
-    cells = list(session.predictions("none"))
-    assert [(cell.scenario.steps[0].rl_step, cell.scenario.seed) for cell in cells] == [
-        (rl_step, seed) for rl_step in (0, 2, 4) for seed in (7, 8)
-    ]
+    cells = [(cell.scenario.steps[0].rl_step, cell.scenario.seed) for cell in session.predictions("none")]
+    assert cells == [(0, 7), (0, 8), (2, 7), (2, 8), (4, 7), (4, 8)]
 
 
 def test_runs_that_cannot_be_verified_are_refused(run: Path, tmp_path: Path):
