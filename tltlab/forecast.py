@@ -90,7 +90,7 @@ class Forecast:
                 f"hours of {self.num_steps} RL steps: {{step_h:.1f}}; 90 %: {{low_h:.1f}} to {{high_h:.1f}}"
             )
             simulated = times.join(hours.set_axis(["step_h", "low_h", "high_h"], axis=1))
-            lines += ["simulated, the range is that of costs", table_text(simulated, columns, left=1)]
+            lines += ["simulated, the range is that of costs", table_text(simulated, columns, left=1, indent=2)]
         return "\n".join([*lines, f"next: {self.command}"])
 
 

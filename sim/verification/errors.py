@@ -77,7 +77,7 @@ class Errors:
         return "\n".join(lines)
 
 
-def table_text(rows: pd.DataFrame, columns: str, left: int = 2) -> str:
+def table_text(rows: pd.DataFrame, columns: str, left: int = 2, indent: int = 0) -> str:
     """Return a table for people; `columns` have names and templates of cells, and a cell without a number is empty.
 
     >>> print(table_text(pd.DataFrame({"step": [1], "error": [0.25]}), "step: {step}; error: {error:+.1%}"))
@@ -87,7 +87,7 @@ def table_text(rows: pd.DataFrame, columns: str, left: int = 2) -> str:
     header, templates = zip(*(column.strip().split(": ", 1) for column in columns.split(";")), strict=True)
     known = rows.astype(object).where(rows.notna(), math.nan)
     cells = [[_cell(template, row) for template in templates] for row in known.to_dict("records")]
-    return table(header, cells, left=left)
+    return table(header, cells, left=left, indent=indent)
 
 
 def _cell(template: str, row: Mapping[Any, Any]) -> str:

@@ -20,7 +20,7 @@ def rehearse(
         str, typer.Option(help="What to play: stock (vLLM alone), shipped names, files, module:Class, ngram:4.")
     ] = "stock,none,table,beg-mab,adaptive",
     acceptance: Annotated[
-        str, typer.Option(help="How drafts are kept: ngram=geometric:0.42,learned=0.8/0.6/0.5 (by token), all=...")
+        str, typer.Option(help="How drafts are kept: learned=0.8/0.6/0.5 by token, others by default; or all=0.7.")
     ] = "all=geometric:0.7",
     responses: Annotated[
         int | None, typer.Option(min=1, help="Responses of each worker. [default: as in the trace]")

@@ -37,8 +37,6 @@ from tltlab.traces.metrics import mean_accept_length, running_requests, tail_win
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 
-_MOST_CHOSEN = 3
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
@@ -88,13 +86,9 @@ class Rehearsal:
             "accept: {accept_length:.2f}; predicted s: {predicted_s:.3g}; error: {error:+.1%}; "
             "shipped: {shipped_error:+.1%}"
         )
-        named = self.rows.set_index("policy")
-        lines = [self.about, "", table_text(self.rows, columns, left=1)]
-        lines += [f"{name}: {why}" for name, why in named["why_not"].items() if why]
-        for name, chose in named["chose"].items():
-            most = ", ".join(f"{strategy} {share:.0%}" for strategy, share in list(chose.items())[:_MOST_CHOSEN])
-            lines += [f"{name} chose {most}"] if most else []
-        return "\n".join([*lines, "", f"{self.sentence} Predictions: {self.agreement.in_words}."])
+        why = [f"{name}: {why}" for name, why in zip(self.rows["policy"], self.rows["why_not"], strict=True) if why]
+        lines = [self.about, "", table_text(self.rows, columns, left=1), *why, ""]
+        return "\n".join([*lines, f"{self.sentence} Predictions: {self.agreement.in_words}."])
 
 
 def judged(plan: RehearsalPlan, out: Path) -> Rehearsal:
