@@ -75,7 +75,8 @@ class Decisions:
         """The table for people."""
         shares = "; ".join(f"{name}: {{{name}:.1%}}" for name in ("same", *STATE, "strategy"))
         figures = self.json()
-        same = "no decision" if figures["same"] is None else f"{figures['same']:.2%} of decisions made again"
+        num = figures["num_decisions"]
+        same = f"{figures['same']:.2%} of {num:,} decisions made again" if num else "no decision"
         columns = f"step: {{rl_step}}; policy: {{policy}}; decisions: {{decisions}}; {shares}"
         return f"{table_text(self.rows, columns)}\n\n{same}"
 
