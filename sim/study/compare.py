@@ -207,7 +207,7 @@ def compare(
                 again.append(at)
             for row in rows_of[at] if axes else ():
                 row["num_rl_steps"] = len(rl_steps)
-        # What failed at a point with fewer RL steps stands again in its larger sample.
+        # A failure at a point with fewer RL steps stands again in its larger sample.
         tried = {cell.label for cell in study.cells}
         failed = {label: why for label, why in failed.items() if label not in tried} | table.attrs["failed"]
         pending = again
@@ -251,7 +251,7 @@ class _Point:
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """What is compared at each point."""
+    """The policies or systems of each point, under settings whose axes are lists."""
 
     chosen: Mapping[str, Policy]
     systems: Sequence[System] | None

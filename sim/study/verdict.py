@@ -66,7 +66,7 @@ class Answer:
 
     @property
     def condition(self) -> str:
-        """What the acceptance of the drafts is, in words."""
+        """The acceptance of the drafts, in words."""
         if self.accept is not None:
             return f"if {100 * self.accept:.0f} % of drafted tokens are accepted once those before them were"
         return f"with drafts accepted as in {' and '.join(self.acceptance.values())}"
@@ -208,7 +208,7 @@ class WhatIf:
 
     @property
     def assumed(self) -> list[dict[str, str | None]]:
-        """What was assumed, its value, and what the answer would be at the ends of its range, where that is known."""
+        """Each assumption, its value, and what the answer would be at the ends of its range, where that is known."""
         rows: list[dict[str, str | None]] = []
         for answer in self.answers:
             for drafter, text in answer.acceptance.items():

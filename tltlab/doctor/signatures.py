@@ -1,4 +1,4 @@
-"""The known failure signatures of a run: a check finds each in the evidence, and says what to change.
+"""The known failure signatures of a run: a check finds each in the evidence and names what to change.
 
 A check is a generator of findings, registered in the order in which findings are shown: what broke, what speculation
 does, what is around it.
