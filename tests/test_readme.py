@@ -12,7 +12,6 @@ import tomllib
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -52,32 +51,32 @@ QUICK = """
 """.strip().splitlines()  # noqa: E501
 
 
-def blocks(page: str, language: str) -> list[str]:
+def blocks(page, language):
     return re.findall(rf"```{language}\n(.*?)```", READMES[page], re.DOTALL)
 
 
-def prose(page: str) -> str:
+def prose(page):
     """A page without its fenced and indented blocks."""
     text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
     return re.sub(r"^    .*$", "", text, flags=re.MULTILINE)
 
 
-def inline_code(page: str) -> list[str]:
+def inline_code(page):
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(page))]
 
 
-def shown_lines(page: str) -> list[str]:
+def shown_lines(page):
     """Indented lines, without their comments."""
     return [line.split("  #")[0].strip() for line in re.findall(r"^    (\S.*)$", PAGES[page], re.MULTILINE)]
 
 
-def commands(page: str) -> list[list[str]]:
+def commands(page):
     """The arguments of every `tltlab` command of a page."""
     lines = shown_lines(page) + inline_code(page)
     return [shlex.split(line)[1:] for line in lines if re.match(r"tltlab \w", line)]
 
 
-def parsed(arguments: list[str]) -> dict[str, Any]:
+def parsed(arguments):
     """The values that a command line gives to its options, none where it only names the command.
 
     Raises where the command refuses the line.
@@ -89,7 +88,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
     return {} if rest in ([], ["--help"]) else dict(command.make_context(arguments[0], rest).params)
 
 
-def run(line: str, capsys) -> str:
+def run(line, capsys):
     """What a command prints."""
     code, out, err = typed(capsys, *shlex.split(line)[1:])
     assert code == 0, f"{line}: {err}"
@@ -97,7 +96,7 @@ def run(line: str, capsys) -> str:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch) -> Path:
+def checkout(tmp_path, monkeypatch):
     """A folder to work in, the current one, that has the shipped traces."""
     (tmp_path / "traces").symlink_to(ROOT / "traces")
     monkeypatch.chdir(tmp_path)
@@ -111,7 +110,7 @@ def test_the_pages_are_short_enough_to_be_read():
 
 
 @EVERY_README
-def test_every_command_parses_and_its_presets_load(name: str):
+def test_every_command_parses_and_its_presets_load(name):
     for arguments in commands(name):
         values = parsed(arguments)
         for option, loads in {"costs": load_costs, "stages": load_stages}.items():
@@ -123,7 +122,7 @@ def test_every_command_parses_and_its_presets_load(name: str):
                 load_recipe(ROOT / recipe if (ROOT / recipe).exists() else recipe)
 
 
-def test_the_recipe_takes_the_overrides_that_are_shown(tmp_path: Path):
+def test_the_recipe_takes_the_overrides_that_are_shown(tmp_path):
     (tmp_path / "recipe.toml").write_text(blocks("README.md", "toml")[0])
     lines = [arguments for page in READMES for arguments in commands(page) if arguments[0] == "train"]
     overrides = [word for words in lines for word in words if re.match(r"\w+\.\w+=", word)]
@@ -133,7 +132,7 @@ def test_the_recipe_takes_the_overrides_that_are_shown(tmp_path: Path):
 
 
 @EVERY_README
-def test_options_in_a_sentence_are_some_command_s(name: str):
+def test_options_in_a_sentence_are_some_command_s(name):
     named = {code.split()[0] for code in inline_code(name) if code.startswith("--")}
     offered = set()
     for command in ("simulate", "train", "tune", "trace", "bench", "audit", "compare", "calibrate", "verify"):
@@ -150,7 +149,7 @@ def test_the_table_of_policies_has_the_shipped_ones():
 
 
 @EVERY_README
-def test_targets_extras_markers_and_variables_are_there(name: str):
+def test_targets_extras_markers_and_variables_are_there(name):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     markers = (ROOT / "pyproject.toml").read_text()
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -169,7 +168,7 @@ def test_targets_extras_markers_and_variables_are_there(name: str):
 
 
 @EVERY_PAGE
-def test_links_lead_to_a_file_and_a_heading(name: str):
+def test_links_lead_to_a_file_and_a_heading(name):
     for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[name]):
         if target.startswith("https://"):
             continue
@@ -184,7 +183,7 @@ def test_links_lead_to_a_file_and_a_heading(name: str):
 
 
 @EVERY_README
-def test_files_and_names_in_a_sentence_are_there(name: str):
+def test_files_and_names_in_a_sentence_are_there(name):
     for code in inline_code(name):
         if re.fullmatch(r"[\w./-]+(/|\.py|\.toml)", code) and not code.startswith("demo/"):
             assert (ROOT / code).exists() or ((ROOT / name).parent / code).exists(), code
@@ -201,7 +200,7 @@ def test_the_log_has_every_question_in_its_index():
 
 
 @pytest.fixture(scope="module")
-def my_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def my_trace(tmp_path_factory):
     """What the shown `trace generate` writes, once for all commands that read it."""
     out = tmp_path_factory.mktemp("generated") / "my-trace"
     (line,) = (shlex.split(each)[1:] for each in QUICK if "trace generate" in each)
@@ -212,7 +211,7 @@ def my_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("line", QUICK, ids=lambda line: " ".join(line.split()[1:3]))
-def test_quick_commands_run_as_they_stand(line: str, checkout: Path, my_trace: Path, capsys):
+def test_quick_commands_run_as_they_stand(line, checkout, my_trace, capsys):
     shown = [arguments for page in READMES for arguments in commands(page)]
     assert shlex.split(line)[1:] in shown, "no README shows this any more"
     (checkout / "mine.py").write_text(blocks("README.md", "python")[0])
@@ -222,19 +221,19 @@ def test_quick_commands_run_as_they_stand(line: str, checkout: Path, my_trace: P
     assert run(line, capsys).strip()
 
 
-def test_the_verdict_of_the_first_page_is_printed(checkout: Path, capsys):
+def test_the_verdict_of_the_first_page_is_printed(checkout, capsys):
     shown = " ".join(re.findall(r"^    (\S.*)$", READMES["README.md"], re.MULTILINE))
     printed = run("tltlab what-if traces/base-rl-16k --gpus 8xH100 --model Qwen2.5-7B", capsys)
     assert " ".join(printed.partition("\n\n")[0].split()) in shown
 
 
-def test_python_of_first_page_draws_picture(checkout: Path):
+def test_python_of_first_page_draws_picture(checkout):
     exec(blocks("README.md", "python")[1], {})
     assert (checkout / "timeline.png").exists()
 
 
-def test_your_own_vllm_gets_the_policy(checkout: Path, monkeypatch, capsys):
-    given: dict[str, Any] = {}
+def test_your_own_vllm_gets_the_policy(checkout, monkeypatch, capsys):
+    given = {}
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda model, **options: given.update(options)))
     shutil.copy(ROOT / "traces/subset-sum-small/policy.json", "policy.json")
     exec(blocks("README.md", "python")[2], {})
@@ -243,14 +242,14 @@ def test_your_own_vllm_gets_the_policy(checkout: Path, monkeypatch, capsys):
     assert "--speculative-config" in capsys.readouterr().out
 
 
-def test_python_of_format_makes_valid_trace(checkout: Path, capsys):
+def test_python_of_format_makes_valid_trace(checkout, capsys):
     (checkout / "mine").mkdir()
     (example,) = [block for block in blocks("traces/README.md", "python") if "manifest.json" in block]
     exec(example, {})
     assert run("tltlab trace validate mine", capsys).startswith("valid: 4 responses")
 
 
-def test_figures_of_h100_are_those_of_its_trace(checkout: Path, capsys):
+def test_figures_of_h100_are_those_of_its_trace(checkout, capsys):
     (example,) = [block for block in blocks("traces/README.md", "python") if "h100-smoke" in block]
     exec(example, {})
     shown = [line.rstrip() for line in PAGES["traces/README.md"].splitlines()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -16,7 +15,7 @@ from tests.refused import refused
 from tltlab.errors import ConfigError
 
 
-def run(*args: str) -> tuple[int, dict]:
+def run(*args):
     result = CliRunner().invoke(app, ["vllm-tests", *args, "--json"])
     return result.exit_code, json.loads(result.stdout)
 
@@ -29,7 +28,7 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_vllms_own_tests_are_compared_by_name(tmp_path: Path):
+def test_vllms_own_tests_are_compared_by_name(tmp_path):
     (tmp_path / "report.xml").write_text(REPORT)
     stock = outcomes_of(tmp_path / "report.xml")
     x = "tests/v1/core/test_x.py"
@@ -63,7 +62,7 @@ def test_vllms_own_tests_are_compared_by_name(tmp_path: Path):
         (("tests/conftest.py", "pyproject.toml", "tests/v1"), ("0", "1")),
     ],
 )
-def test_only_tests_of_the_installed_vllm_are_run(tmp_path: Path, there: tuple[str, ...], sentence: tuple):
+def test_only_tests_of_the_installed_vllm_are_run(tmp_path, there, sentence):
     for name in there:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
@@ -72,7 +71,7 @@ def test_only_tests_of_the_installed_vllm_are_run(tmp_path: Path, there: tuple[s
         run_vllm_tests(tmp_path, tests=["tests/v1"], progress=print)
 
 
-def sdist(folder: Path, test: str) -> Path:
+def sdist(folder, test):
     """Files of vLLM's sdist, with one test of tltlab."""
     (folder / "tests" / "v1").mkdir(parents=True)
     for name in ("tests/conftest.py", "pyproject.toml"):
@@ -82,7 +81,7 @@ def sdist(folder: Path, test: str) -> Path:
 
 
 @pytest.mark.engine
-def test_failures_on_every_side_are_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failures_on_every_side_are_no_difference(tmp_path, monkeypatch):
     """Such as one that asks for a GPU, or for a model that is not here. With a policy, our side is all that it is."""
     monkeypatch.setattr(own_tests, "SIDES", {side: own_tests.SIDES[side] for side in ("stock", "policy")})
     source = sdist(tmp_path, "import sys\ndef test_a():\n    assert 'vllm' not in sys.modules\n")

@@ -145,7 +145,7 @@ def test_the_papers_grouping_gives_small_batches_most_tokens():
 
 
 @pytest.mark.parametrize(("statistic", "settles_on"), [("median", D2), ("mean", D4)])
-def test_all_or_nothing_drafts_rank_by_mean(statistic: str, settles_on: Strategy):
+def test_all_or_nothing_drafts_rank_by_mean(statistic, settles_on):
     mab = bandit([(1, [D4, D2])], epsilon=0.0, statistic=statistic, tries=10)
     for n in range(20):
         arm = pick(mab, 1)

@@ -339,18 +339,18 @@ def test_class_that_cannot_be_policy_is_refused(own, tmp_path, source, facts):
         ("learned:2x4/21", Strategy("learned", 2, 4, 21)),
     ],
 )
-def test_a_strategy_is_read_as_it_is_written(text: str, strategy: Strategy):
+def test_a_strategy_is_read_as_it_is_written(text, strategy):
     assert Strategy.parse(text) == strategy == Strategy.parse(str(strategy))
     assert str(strategy) == {"learned:2x2": "learned:2x2/7"}.get(text, text)
 
 
 @pytest.mark.parametrize("text", ["ngram", "ngram:", "ngram:x", "ngram:4@8", "8,4,48", "learned:8,4,48", "a:2x4/22"])
-def test_what_is_no_strategy_is_refused(text: str):
+def test_what_is_no_strategy_is_refused(text):
     with refused(ConfigError):
         Strategy.parse(text)
 
 
-def test_drafts_in_short_are_policies(tmp_path: Path):
+def test_drafts_in_short_are_policies(tmp_path):
     assert load_policy("ngram:4") == Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4)))
     up_to_eight = load_policy("learned:8x4/48@8")
     assert up_to_eight.activation == Activation(max_requests=8)
@@ -365,7 +365,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest():
 
 
 @pytest.mark.parametrize("text", ["beg-mab", "none", "ngram:4", "ngram:4@16", "learned:8x4/48"])
-def test_a_policy_has_the_name_that_was_typed(text: str):
+def test_a_policy_has_the_name_that_was_typed(text):
     assert load_policy(text).name == text
 
 

@@ -13,7 +13,7 @@ from tltlab.policies.policy import SHIPPED
 from tltlab.policies.reward import Reward, Window
 from tltlab.policies.selector import Selector, rng_state, set_rng_state
 from tltlab.policies.simple import AcceptLadder, BatchTable, Explore, bucket_of, checked_thresholds
-from tltlab.state import Choice, StepOutcome, StepState
+from tltlab.state import Choice, StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
 
@@ -219,7 +219,7 @@ class Good(Selector):
     def __init__(self):
         self.calls_ = self.seen_ = 0
 
-    def choose(self, state: StepState) -> Strategy:
+    def choose(self, state):
         return self.strategies[state.batch <= 8]
 
 
