@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.refused import refused
+from tltlab.config import entries
 from tltlab.costs.profiles import shape_of_config
 from tltlab.errors import ConfigError
 from tltlab.hardware import RUNTIME_BYTES, Gpu, ModelShape, activation_bytes, gpu, kv_capacity_tokens, model
@@ -95,6 +96,21 @@ def test_layers_of_a_sliding_window_keep_no_context():
     assert (shape.window, shape.window_layers, shape.full_layers) == (1024, 5, 1)
     assert shape.kv_bytes_per_token == 2 * 4 * 256 * 2
     assert shape.qk_norm
+
+
+@pytest.mark.parametrize(
+    ("row", "facts"),
+    [
+        ({"name": "B300", "memory_gib": "268 GB"}, ("entry B300", "memory_gib")),
+        ({"name": "B300", "memory_gib": 268, "peakflops": 1e15}, ("entry B300", "peakflops", "peak_flops")),
+        ({"memory_gib": 268}, ("entry 2", "name")),
+    ],
+)
+def test_a_wrong_entry_of_the_table_is_named(row, facts):
+    good = {"name": "B200", "hbm_bytes_per_s": 8e12, "peak_flops": 2e15, "memory_gib": 2, "link_bytes_per_s": 9e11}
+    assert entries(Gpu, [good], "hardware.json")[0].memory_bytes == 2 * 2**30
+    with refused(ConfigError, naming=("hardware.json", *facts)):
+        entries(Gpu, [good, row], "hardware.json")
 
 
 OWN_GPU = {"name": "mine", "peak_flops": 1e12, "memory_bytes": 1e9, "link_bytes_per_s": 1e9}
