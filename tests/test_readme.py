@@ -17,16 +17,21 @@ import pytest
 
 from tests.sim.workloads import typed
 from tltlab.cli.app import click_command, main
+from tltlab.config import entries
 from tltlab.costs.load import load_costs, load_stages
+from tltlab.drafters.specs import OwnDrafter
+from tltlab.hardware import Gpu, ModelShape
+from tltlab.importers.step_metrics import frameworks_of
 from tltlab.policies.policy import SHIPPED, load_policy
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
+from tltlab.testing import check_selector
 
 ROOT = Path(__file__).parents[1]
 READMES = {
     name: (ROOT / name).read_text()
     for name in ("README.md", *(f"{part}/README.md" for part in ("tltlab", "sim", "runtime", "traces", "notebooks")))
 }
-PAGES = READMES | {"notebooks/LOG.md": (ROOT / "notebooks/LOG.md").read_text()}
+PAGES = READMES | {name: (ROOT / name).read_text() for name in ("notebooks/LOG.md", "tests/README.md")}
 EVERY_README = pytest.mark.parametrize("name", READMES)
 EVERY_PAGE = pytest.mark.parametrize("name", PAGES)
 
@@ -52,7 +57,7 @@ QUICK = """
 
 
 def blocks(page, language):
-    return re.findall(rf"```{language}\n(.*?)```", READMES[page], re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], re.DOTALL)
 
 
 def prose(page):
@@ -182,11 +187,13 @@ def test_links_lead_to_a_file_and_a_heading(name):
             assert anchor in anchors, target
 
 
-@EVERY_README
+@pytest.mark.parametrize("name", [*READMES, "tests/README.md"])
 def test_files_and_names_in_a_sentence_are_there(name):
     for code in inline_code(name):
-        if re.fullmatch(r"[\w./-]+(/|\.py|\.toml)", code) and not code.startswith("demo/"):
-            assert (ROOT / code).exists() or ((ROOT / name).parent / code).exists(), code
+        path, _, test = code.partition("::")
+        if re.fullmatch(r"[\w./-]+(/|\.py|\.toml)|\w+/.+\.(json|txt)", path) and not code.startswith("demo/"):
+            assert (ROOT / path).exists() or ((ROOT / name).parent / path).exists(), code
+            assert not test or f"def {test}(" in (ROOT / path).read_text(), code
         if re.fullmatch(r"tltlab(\.\w+)+(:\w+)?", code):
             pkgutil.resolve_name(code)
 
@@ -195,8 +202,8 @@ def test_the_log_has_every_question_in_its_index():
     page = PAGES["notebooks/LOG.md"]
     headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
     assert headings == re.findall(r"^\| \[(.*)\]\(#", page, re.MULTILINE)
-    for _, entries in pairwise(re.split(r"^## .*$", page, flags=re.MULTILINE)):
-        assert all(line.startswith(("- 2026-", "  ")) for line in entries.splitlines() if line)
+    for _, section in pairwise(re.split(r"^## .*$", page, flags=re.MULTILINE)):
+        assert all(line.startswith(("- 2026-", "  ")) for line in section.splitlines() if line)
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +267,21 @@ def test_figures_of_h100_are_those_of_its_trace(checkout, capsys):
     assert "predicts 6.80 ms" in text
     fitted = json.loads(run("tltlab calibrate traces/h100-smoke --out costs.json --json", capsys))
     assert f"floor of {fitted['costs']['base_s'] * 1e3:.1f} ms" in text
+
+
+def test_examples_of_what_to_add_are_true():
+    gpu, model = (json.loads(block) for block in blocks("tests/README.md", "json"))
+    assert entries(Gpu, [gpu], "page")
+    assert entries(ModelShape, [model], "page")[0].weight_params == pytest.approx(71.5e9, rel=0.01)
+    (log,) = blocks("tests/README.md", "toml")
+    assert frameworks_of(tomllib.loads(log)["framework"])[0].marks.search("ours/tokens")
+    names = {"DEFAULT_DRAFTERS": {}, "OwnDrafter": OwnDrafter}
+    for block in ("from tltlab import *", *blocks("tests/README.md", "python")):
+        exec(block, names)
+    assert names["DEFAULT_DRAFTERS"]["copier"].module.startswith("tltlab.drafters.")
+    check_selector(names["Halving"])
+    for name, path in re.findall(r"`([A-Z_]{5,})`\s+of\s+`([\w/.]+)`", PAGES["tests/README.md"]):
+        assert re.search(rf"^{name}\b", (ROOT / path).read_text(), re.MULTILINE), name
 
 
 def test_every_recipe_parses():
