@@ -1,7 +1,5 @@
 """The one distribution: what a wheel holds, what imports what, and which names are refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """What the READMEs show: commands parse and the quick ones run, examples run, figures of shipped data are printed."""
 
-from __future__ import annotations
-
 import json
 import pkgutil
 import re

@@ -1,7 +1,5 @@
 """Rollouts of a real engine, played again by the simulator with their times and acceptance: the same decisions."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every shipped policy that learns, with its outcomes one and three choices late, against outcomes at once."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from pathlib import Path

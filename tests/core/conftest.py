@@ -1,7 +1,5 @@
 """Fixtures shared by the core's tests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

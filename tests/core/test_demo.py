@@ -1,7 +1,5 @@
 """The whole loop, as `make demo` runs it, with less of everything."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

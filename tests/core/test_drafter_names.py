@@ -1,7 +1,5 @@
 """Names of drafters are for people: renaming one changes nothing, and an unknown one is refused at once."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

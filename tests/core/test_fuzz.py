@@ -3,8 +3,6 @@
 `TLTLAB_FUZZ=100000` tries that many changed files, others in each run. What fell once is kept in `FELL`.
 """
 
-from __future__ import annotations
-
 import os
 from importlib import import_module
 from pathlib import Path

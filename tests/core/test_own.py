@@ -1,7 +1,5 @@
 """Parts of a user's own: found by `module:Class(...)`, checked, and refused with what is wrong with them."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys

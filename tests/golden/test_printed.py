@@ -4,8 +4,6 @@ Seconds of this machine, its environment, sizes of pages and temporary paths are
 differ by 1 %, as processors round differently. Other tests check facts and leave sentences alone.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

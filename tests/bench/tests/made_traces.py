@@ -1,7 +1,5 @@
 """Traces of made-up rows."""
 
-from __future__ import annotations
-
 import pandas as pd
 
 from tltlab.traces.schema import TABLES

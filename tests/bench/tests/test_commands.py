@@ -1,7 +1,5 @@
 """`tltlab bench commands`: which figures there are, not how large they are."""
 
-from __future__ import annotations
-
 import json
 import math
 

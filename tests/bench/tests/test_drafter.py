@@ -1,7 +1,5 @@
 """The benchmark of the adaptive drafter: figures from made-up traces, parts that need no engine, its command."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Cost of a run's driver, against scripted engines: bytes and rows that go with tokens, not objects or workers."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """`tltlab bench gpu`: its rows are kept as they come, and its parts run on whatever device there is."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """vLLM's own tests, run with ours in vLLM's place: outcomes are compared by name, and what differs is explained."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Policies over regimes: all of them against the best fixed strategy in hindsight."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The runtime benchmark: what is measured of a rollout, how modes are compared and judged, and a small run of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

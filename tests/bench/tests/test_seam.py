@@ -1,7 +1,5 @@
 """`tltlab bench seam`: its rows come from a real scheduler, and what is bounded in them is counted."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench import seam

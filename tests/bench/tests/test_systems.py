@@ -1,7 +1,5 @@
 """The benchmarks of batch sizes and of systems: figures from made-up readings, recipes, and one engine."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

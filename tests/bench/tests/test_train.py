@@ -1,7 +1,5 @@
 """The benchmark against TRL: what a user writes for both, figures from made-up runs, and a small run of both."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

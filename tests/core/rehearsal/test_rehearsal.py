@@ -1,7 +1,5 @@
 """Rehearsals on real engines of a two-layer shape."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Chromium without a screen over its DevTools pipe: load pages, run scripts in them and print them."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Policies rolled out on real engines, in turn, and predicted from one another."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """One batch, whatever its source of gains: what was drafted for each request, and expected gains by a single clock."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

@@ -1,7 +1,5 @@
 """Requests with gains or their own drafts: batches against an oracle, fluid against sampled, budgets."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

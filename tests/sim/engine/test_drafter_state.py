@@ -1,7 +1,5 @@
 """What depends on the drafter's age and on each request: freshness, spot training, budgets, per-request acceptance."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

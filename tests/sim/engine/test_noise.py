@@ -1,7 +1,5 @@
 """Noise of iteration times in the simulator: common to all policies, gone in fluid mode, and never in the mean."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The scheduler by itself where samples share a prompt; all else is held by the oracle in `test_worker`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from bench.simulator import COSTS

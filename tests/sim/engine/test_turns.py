@@ -1,7 +1,5 @@
 """Responses with tool calls: a turn leaves the engine, its tool runs, the next turn comes back behind what it said."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -4,8 +4,6 @@
 table.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
