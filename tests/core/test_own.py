@@ -162,21 +162,25 @@ def test_a_drafter_is_what_its_class_states(own):
     assert (spec.remembers, policy.own_parts) == (False, (spec,))
 
 
-def test_files_do_not_choose_what_is_imported(own, tmp_path):
+def test_files_do_not_choose_what_is_imported(own, tmp_path, monkeypatch):
+    """They may be somebody else's; what is typed is one's own."""
     drafters = {"mine": {"kind": "custom", "path": f"{own}:Repeat"}}
     fixed = {"selector": {"kind": "fixed", "strategy": "mine:4"}, "drafters": drafters}
     goodput = load_policy("goodput").model_dump(mode="json")
     goodput["selector"]["costs"] = f"{own}:Slow"
-    for content in (fixed, goodput):
+    policy = {"selector": {"kind": "custom", "path": f"{own}:Mine"}}
+    for content in (policy, fixed, goodput):
         path = tmp_path / "policy.json"
         path.write_text(json.dumps({"format": "tltlab-policy", "version": 1, **content}))
-        with refused(ConfigError, naming=(path, f"{own}:", f"--allow-code {own}")):
+        with code_allowed(["another"]), refused(ConfigError, naming=(path, f"{own}:", f"--allow-code {own}")):
             load_policy(path)
         assert own not in sys.modules
     with named_in("a file"), refused(ConfigError, naming=("a file",)):
         load_costs(f"{own}:Slow")
     with code_allowed([own]):
         assert load_policy(path).selector.costs == f"{own}:Slow"
+    monkeypatch.setenv("TLTLAB_ALLOW_CODE", f"this,{own}")
+    assert load_policy(path).selector.costs == f"{own}:Slow"
 
 
 def test_shipped_parts_keep_their_contracts():

@@ -15,7 +15,7 @@ from tltlab.own import code_allowed
 from tltlab.policies.bandits import Ucb1
 from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import SHIPPED, Activation, Policy, load_policy
-from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec
+from tltlab.policies.specs import BegMabSpec, CustomSpec, FixedSpec
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .iterations import pick
@@ -72,43 +72,6 @@ def test_shipped_policies_draft_with_drafters_that_are_there(name):
     for strategy in policy.strategies:
         assert strategy in [Strategy.chain(d, depth) for d in ("ngram", "suffix") for depth in depths]
         assert strategy.drafter in {*DEFAULT_DRAFTERS, *policy.drafters, "none"}
-
-
-@pytest.mark.parametrize(
-    ("activation", "strategies", "chosen"),
-    [(None, (D4,), D4), (Activation(max_requests=8), (NO_SPECULATION, D4), NO_SPECULATION)],
-)
-def test_with_activation_plain_decoding_is_among_the_strategies(activation, strategies, chosen):
-    policy = Policy(selector=FixedSpec(strategy=D4), activation=activation)
-    assert policy.strategies == strategies
-    assert pick(policy.build(rng()), 512) == chosen
-
-
-def test_the_file_is_the_one_of_the_manual(tmp_path):
-    policy = Policy(
-        selector=BegMabSpec(buckets=(Bucket(min_batch=1, strategies=(D4, NO_SPECULATION)),), epsilon=0.2),
-        activation=Activation(),
-        provenance={"trace": "tiny", "seed": 3},
-    )
-    policy.write(tmp_path / "policy.json")
-    assert json.loads((tmp_path / "policy.json").read_text()) == {
-        "format": "tltlab-policy",
-        "version": 1,
-        "selector": {
-            "kind": "beg-mab",
-            "buckets": [{"min_batch": 1, "strategies": [NGRAM_4, PLAIN]}],
-            "epsilon": 0.2,
-            "window": 300,
-            "reward": "paper",
-            "plain_rate": None,
-            "statistic": "median",
-            "tries": 1,
-        },
-        "activation": {"kind": "elastic", "max_requests": 32, "count": "running", "hold_iterations": 10},
-        "budget": None,
-        "drafters": {},
-        "provenance": {"trace": "tiny", "seed": 3},
-    }
 
 
 def test_all_faults_of_a_file_come_at_once(tmp_path):
@@ -282,23 +245,6 @@ def test_class_is_policy_that_its_path_names(own):
         pass
 
     assert_refused(Local, "Local")
-
-
-def test_a_file_does_not_choose_what_is_imported(own, tmp_path, monkeypatch):
-    """It may be somebody else's; what is typed is one's own."""
-    (tmp_path / f"foreign_{own}.py").write_text(f"from {own} import Halving\nopen('imported', 'w').close()\n")
-    path = write(tmp_path / "p.json", selector={"kind": "custom", "path": f"foreign_{own}:Halving"})
-    monkeypatch.chdir(tmp_path)
-    facts = (path, f"foreign_{own}:Halving", f"--allow-code foreign_{own}")
-    assert_refused(path, *facts)
-    with code_allowed([own]):
-        assert_refused(path, *facts)
-    assert not Path("imported").exists()
-    with code_allowed([f"foreign_{own}"]):
-        assert load_policy(path).selector.path == f"foreign_{own}:Halving"
-    assert Path("imported").exists()
-    monkeypatch.setenv("TLTLAB_ALLOW_CODE", f"this,foreign_{own}")
-    assert load_policy(path).selector.module == f"foreign_{own}"
 
 
 def test_a_module_without_the_class_is_not_imported(own, tmp_path, monkeypatch):
