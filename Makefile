@@ -13,11 +13,11 @@ demo: setup
 # What fails runs once more by itself. Of all tests two may pass only then, and the end names them: `tests/again.py`.
 test: setup
 	$(MAKE) -j 2 check quick
-	$(BIN)/pytest -n 3 --again -m engine
+	$(BIN)/pytest -n 3 --again --durations 10 -m engine
 
 quick: setup
 	@rm -f .pytest_cache/v/again/names
-	$(BIN)/pytest -n 2 --again -m "not engine"
+	$(BIN)/pytest -n 2 --again --durations 10 -m "not engine"
 
 # On a machine with a CUDA device, in an environment of its own (PYTHON=...) with a CUDA build of torch; what needs vLLM
 # is skipped, with the reason, where vLLM or its CUDA build is missing.
