@@ -10,15 +10,14 @@ demo: setup
 
 # First what starts no engine (run that line after every change), beside lint and types; then engines, Ray and trainers.
 # Engines wait for each other and for processes: three side by side keep two cores busy.
-# What fails runs once more by itself, and both are on the screen: hundreds of tests are of processes, sockets and
-# deadlines.
-AGAIN := $(BIN)/pytest --last-failed --last-failed-no-failures none
+# What fails runs once more by itself. Of all tests two may pass only then, and the end names them: `tests/again.py`.
 test: setup
 	$(MAKE) -j 2 check quick
-	$(BIN)/pytest -n 3 -m engine || $(AGAIN) -m engine
+	$(BIN)/pytest -n 3 --again --durations 10 -m engine
 
 quick: setup
-	$(BIN)/pytest -n 2 -m "not engine" || $(AGAIN) -m "not engine"
+	@rm -f .pytest_cache/v/again/names
+	$(BIN)/pytest -n 2 --again --durations 10 -m "not engine"
 
 # On a machine with a CUDA device, in an environment of its own (PYTHON=...) with a CUDA build of torch; what needs vLLM
 # is skipped, with the reason, where vLLM or its CUDA build is missing.

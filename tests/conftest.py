@@ -32,6 +32,8 @@ os.environ.setdefault("RAY_health_check_failure_threshold", "20")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+pytest_plugins = ("again",)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write what commands print to tests/golden/printed")

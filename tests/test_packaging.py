@@ -1,7 +1,5 @@
 """The one distribution: what a wheel holds, what imports what, and which names are refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy
@@ -23,7 +21,7 @@ from tltlab.cli.app import click_command, command_names
 ROOT = Path(__file__).parents[1]
 
 
-def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(*command, cwd=ROOT, env=None):
     return subprocess.run([str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
@@ -43,14 +41,14 @@ def test_no_modules_import_each_other():
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("built")
     built = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
     assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
     return next(folder.glob("*.whl"))
 
 
-def test_a_clean_environment_imports_the_wheel_alone(wheel: Path, tmp_path: Path):
+def test_a_clean_environment_imports_the_wheel_alone(wheel, tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert {"tltlab/importers/frameworks.toml", "tltlab/importers/fields.toml"} <= set(names)
     tops = {name.split("/")[0] for name in names}
@@ -76,7 +74,7 @@ def test_a_clean_environment_imports_the_wheel_alone(wheel: Path, tmp_path: Path
         ("notebooks", "nbclient", "timeline TRACE --out picture.png"),
     ],
 )
-def test_the_wheel_with_one_extra_runs(wheel: Path, tmp_path: Path, extra: str, module: str, command: str):
+def test_the_wheel_with_one_extra_runs(wheel, tmp_path, extra, module, command):
     """`suffix` is built from source and `runtime-cpu` is what the other tests run in: see .ci/setup."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     venv.create(tmp_path / "venv", with_pip=True)
@@ -92,7 +90,7 @@ def test_the_wheel_with_one_extra_runs(wheel: Path, tmp_path: Path, extra: str, 
 
 
 @pytest.mark.parametrize("name", ["sim", "runtime"])
-def test_a_bare_import_names_the_right_one(name: str):
+def test_a_bare_import_names_the_right_one(name):
     done = run(sys.executable, "-c", f"import {name}")
     assert done.returncode != 0
     assert f"import this package as tltlab.{name}" in done.stderr
@@ -109,7 +107,7 @@ def test_every_command_explains_itself():
             assert each.hidden or re.search(f"Examples?: {line}", " ".join(each.help.split())), line
 
 
-def test_what_is_elsewhere_is_told_in_one_line(tmp_path: Path):
+def test_what_is_elsewhere_is_told_in_one_line(tmp_path):
     shutil.copytree(ROOT / "tltlab", tmp_path / "tltlab")
     done = run(
         sys.executable, "-m", "tltlab", "bench", "sim", env=os.environ | {"PYTHONPATH": str(tmp_path)}, cwd=tmp_path
@@ -130,7 +128,7 @@ def test_what_is_elsewhere_is_told_in_one_line(tmp_path: Path):
         (["train", "/no/such/recipe.toml"], "/no/such/recipe.toml"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(argv: list[str], complaint: str, capsys):
+def test_wrong_input_is_one_line_and_exit_code_2(argv, complaint, capsys):
     code, out, err = typed(capsys, *argv)
     assert (code, out, len(err.strip().splitlines())) == (2, "", 1)
     assert complaint in err

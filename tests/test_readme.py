@@ -1,7 +1,5 @@
 """What the READMEs show: commands parse and the quick ones run, examples run, figures of shipped data are printed."""
 
-from __future__ import annotations
-
 import json
 import pkgutil
 import re
@@ -12,22 +10,26 @@ import tomllib
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests.sim.workloads import typed
 from tltlab.cli.app import click_command, main
+from tltlab.config import entries
 from tltlab.costs.load import load_costs, load_stages
+from tltlab.drafters.specs import OwnDrafter
+from tltlab.hardware import Gpu, ModelShape
+from tltlab.importers.step_metrics import frameworks_of
 from tltlab.policies.policy import SHIPPED, load_policy
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
+from tltlab.testing import check_selector
 
 ROOT = Path(__file__).parents[1]
 READMES = {
     name: (ROOT / name).read_text()
     for name in ("README.md", *(f"{part}/README.md" for part in ("tltlab", "sim", "runtime", "traces", "notebooks")))
 }
-PAGES = READMES | {"notebooks/LOG.md": (ROOT / "notebooks/LOG.md").read_text()}
+PAGES = READMES | {name: (ROOT / name).read_text() for name in ("notebooks/LOG.md", "tests/README.md")}
 EVERY_README = pytest.mark.parametrize("name", READMES)
 EVERY_PAGE = pytest.mark.parametrize("name", PAGES)
 
@@ -52,32 +54,32 @@ QUICK = """
 """.strip().splitlines()  # noqa: E501
 
 
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", READMES[page], re.DOTALL)
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], re.DOTALL)
 
 
-def prose(page: str) -> str:
+def prose(page):
     """A page without its fenced and indented blocks."""
     text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
     return re.sub(r"^    .*$", "", text, flags=re.MULTILINE)
 
 
-def inline_code(page: str) -> list[str]:
+def inline_code(page):
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(page))]
 
 
-def shown_lines(page: str) -> list[str]:
+def shown_lines(page):
     """Indented lines, without their comments."""
     return [line.split("  #")[0].strip() for line in re.findall(r"^    (\S.*)$", PAGES[page], re.MULTILINE)]
 
 
-def commands(page: str) -> list[list[str]]:
+def commands(page):
     """The arguments of every `tltlab` command of a page."""
     lines = shown_lines(page) + inline_code(page)
     return [shlex.split(line)[1:] for line in lines if re.match(r"tltlab \w", line)]
 
 
-def parsed(arguments: list[str]) -> dict[str, Any]:
+def parsed(arguments):
     """The values that a command line gives to its options, none where it only names the command.
 
     Raises where the command refuses the line.
@@ -89,7 +91,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
     return {} if rest in ([], ["--help"]) else dict(command.make_context(arguments[0], rest).params)
 
 
-def run(line: str, capsys) -> str:
+def run(line, capsys):
     """What a command prints."""
     code, out, err = typed(capsys, *shlex.split(line)[1:])
     assert code == 0, f"{line}: {err}"
@@ -97,7 +99,7 @@ def run(line: str, capsys) -> str:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch) -> Path:
+def checkout(tmp_path, monkeypatch):
     """A folder to work in, the current one, that has the shipped traces."""
     (tmp_path / "traces").symlink_to(ROOT / "traces")
     monkeypatch.chdir(tmp_path)
@@ -111,7 +113,7 @@ def test_the_pages_are_short_enough_to_be_read():
 
 
 @EVERY_README
-def test_every_command_parses_and_its_presets_load(name: str):
+def test_every_command_parses_and_its_presets_load(name):
     for arguments in commands(name):
         values = parsed(arguments)
         for option, loads in {"costs": load_costs, "stages": load_stages}.items():
@@ -123,7 +125,7 @@ def test_every_command_parses_and_its_presets_load(name: str):
                 load_recipe(ROOT / recipe if (ROOT / recipe).exists() else recipe)
 
 
-def test_the_recipe_takes_the_overrides_that_are_shown(tmp_path: Path):
+def test_the_recipe_takes_the_overrides_that_are_shown(tmp_path):
     (tmp_path / "recipe.toml").write_text(blocks("README.md", "toml")[0])
     lines = [arguments for page in READMES for arguments in commands(page) if arguments[0] == "train"]
     overrides = [word for words in lines for word in words if re.match(r"\w+\.\w+=", word)]
@@ -133,7 +135,7 @@ def test_the_recipe_takes_the_overrides_that_are_shown(tmp_path: Path):
 
 
 @EVERY_README
-def test_options_in_a_sentence_are_some_command_s(name: str):
+def test_options_in_a_sentence_are_some_command_s(name):
     named = {code.split()[0] for code in inline_code(name) if code.startswith("--")}
     offered = set()
     for command in ("simulate", "train", "tune", "trace", "bench", "audit", "compare", "calibrate", "verify"):
@@ -150,7 +152,7 @@ def test_the_table_of_policies_has_the_shipped_ones():
 
 
 @EVERY_README
-def test_targets_extras_markers_and_variables_are_there(name: str):
+def test_targets_extras_markers_and_variables_are_there(name):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     markers = (ROOT / "pyproject.toml").read_text()
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -169,7 +171,7 @@ def test_targets_extras_markers_and_variables_are_there(name: str):
 
 
 @EVERY_PAGE
-def test_links_lead_to_a_file_and_a_heading(name: str):
+def test_links_lead_to_a_file_and_a_heading(name):
     for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[name]):
         if target.startswith("https://"):
             continue
@@ -183,11 +185,13 @@ def test_links_lead_to_a_file_and_a_heading(name: str):
             assert anchor in anchors, target
 
 
-@EVERY_README
-def test_files_and_names_in_a_sentence_are_there(name: str):
+@pytest.mark.parametrize("name", [*READMES, "tests/README.md"])
+def test_files_and_names_in_a_sentence_are_there(name):
     for code in inline_code(name):
-        if re.fullmatch(r"[\w./-]+(/|\.py|\.toml)", code) and not code.startswith("demo/"):
-            assert (ROOT / code).exists() or ((ROOT / name).parent / code).exists(), code
+        path, _, test = code.partition("::")
+        if re.fullmatch(r"[\w./-]+(/|\.py|\.toml)|\w+/.+\.(json|txt)", path) and not code.startswith("demo/"):
+            assert (ROOT / path).exists() or ((ROOT / name).parent / path).exists(), code
+            assert not test or f"def {test}(" in (ROOT / path).read_text(), code
         if re.fullmatch(r"tltlab(\.\w+)+(:\w+)?", code):
             pkgutil.resolve_name(code)
 
@@ -196,12 +200,12 @@ def test_the_log_has_every_question_in_its_index():
     page = PAGES["notebooks/LOG.md"]
     headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
     assert headings == re.findall(r"^\| \[(.*)\]\(#", page, re.MULTILINE)
-    for _, entries in pairwise(re.split(r"^## .*$", page, flags=re.MULTILINE)):
-        assert all(line.startswith(("- 2026-", "  ")) for line in entries.splitlines() if line)
+    for _, section in pairwise(re.split(r"^## .*$", page, flags=re.MULTILINE)):
+        assert all(line.startswith(("- 2026-", "  ")) for line in section.splitlines() if line)
 
 
 @pytest.fixture(scope="module")
-def my_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def my_trace(tmp_path_factory):
     """What the shown `trace generate` writes, once for all commands that read it."""
     out = tmp_path_factory.mktemp("generated") / "my-trace"
     (line,) = (shlex.split(each)[1:] for each in QUICK if "trace generate" in each)
@@ -212,7 +216,7 @@ def my_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("line", QUICK, ids=lambda line: " ".join(line.split()[1:3]))
-def test_quick_commands_run_as_they_stand(line: str, checkout: Path, my_trace: Path, capsys):
+def test_quick_commands_run_as_they_stand(line, checkout, my_trace, capsys):
     shown = [arguments for page in READMES for arguments in commands(page)]
     assert shlex.split(line)[1:] in shown, "no README shows this any more"
     (checkout / "mine.py").write_text(blocks("README.md", "python")[0])
@@ -222,19 +226,19 @@ def test_quick_commands_run_as_they_stand(line: str, checkout: Path, my_trace: P
     assert run(line, capsys).strip()
 
 
-def test_the_verdict_of_the_first_page_is_printed(checkout: Path, capsys):
+def test_the_verdict_of_the_first_page_is_printed(checkout, capsys):
     shown = " ".join(re.findall(r"^    (\S.*)$", READMES["README.md"], re.MULTILINE))
     printed = run("tltlab what-if traces/base-rl-16k --gpus 8xH100 --model Qwen2.5-7B", capsys)
     assert " ".join(printed.partition("\n\n")[0].split()) in shown
 
 
-def test_python_of_first_page_draws_picture(checkout: Path):
+def test_python_of_first_page_draws_picture(checkout):
     exec(blocks("README.md", "python")[1], {})
     assert (checkout / "timeline.png").exists()
 
 
-def test_your_own_vllm_gets_the_policy(checkout: Path, monkeypatch, capsys):
-    given: dict[str, Any] = {}
+def test_your_own_vllm_gets_the_policy(checkout, monkeypatch, capsys):
+    given = {}
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda model, **options: given.update(options)))
     shutil.copy(ROOT / "traces/subset-sum-small/policy.json", "policy.json")
     exec(blocks("README.md", "python")[2], {})
@@ -243,14 +247,14 @@ def test_your_own_vllm_gets_the_policy(checkout: Path, monkeypatch, capsys):
     assert "--speculative-config" in capsys.readouterr().out
 
 
-def test_python_of_format_makes_valid_trace(checkout: Path, capsys):
+def test_python_of_format_makes_valid_trace(checkout, capsys):
     (checkout / "mine").mkdir()
     (example,) = [block for block in blocks("traces/README.md", "python") if "manifest.json" in block]
     exec(example, {})
     assert run("tltlab trace validate mine", capsys).startswith("valid: 4 responses")
 
 
-def test_figures_of_h100_are_those_of_its_trace(checkout: Path, capsys):
+def test_figures_of_h100_are_those_of_its_trace(checkout, capsys):
     (example,) = [block for block in blocks("traces/README.md", "python") if "h100-smoke" in block]
     exec(example, {})
     shown = [line.rstrip() for line in PAGES["traces/README.md"].splitlines()]
@@ -261,6 +265,21 @@ def test_figures_of_h100_are_those_of_its_trace(checkout: Path, capsys):
     assert "predicts 6.80 ms" in text
     fitted = json.loads(run("tltlab calibrate traces/h100-smoke --out costs.json --json", capsys))
     assert f"floor of {fitted['costs']['base_s'] * 1e3:.1f} ms" in text
+
+
+def test_examples_of_what_to_add_are_true():
+    gpu, model = (json.loads(block) for block in blocks("tests/README.md", "json"))
+    assert entries(Gpu, [gpu], "page")
+    assert entries(ModelShape, [model], "page")[0].weight_params == pytest.approx(71.5e9, rel=0.01)
+    (log,) = blocks("tests/README.md", "toml")
+    assert frameworks_of(tomllib.loads(log)["framework"])[0].marks.search("ours/tokens")
+    names = {"DEFAULT_DRAFTERS": {}, "OwnDrafter": OwnDrafter}
+    for block in ("from tltlab import *", *blocks("tests/README.md", "python")):
+        exec(block, names)
+    assert names["DEFAULT_DRAFTERS"]["copier"].module.startswith("tltlab.drafters.")
+    check_selector(names["Halving"])
+    for name, path in re.findall(r"`([A-Z_]{5,})`\s+of\s+`([\w/.]+)`", PAGES["tests/README.md"]):
+        assert re.search(rf"^{name}\b", (ROOT / path).read_text(), re.MULTILINE), name
 
 
 def test_every_recipe_parses():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ _SELF_EXPLANATORY = ("missing", "extra_forbidden", "value_error", "union_tag_inv
 
 Place = tuple[int | str, ...]
 _Value = TypeVar("_Value")
+_Model = TypeVar("_Model", bound="FrozenModel")
 
 
 class FrozenModel(BaseModel):
@@ -142,6 +143,15 @@ def validated(
             return kind.validate_python(value)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from error
+
+
+def entries(kind: type[_Model], rows: Iterable[Mapping[str, Any]], source: object) -> tuple[_Model, ...]:
+    """Return the rows of a table as `kind`; ConfigError names the faulty row, by its name or its number from 1."""
+    made = []
+    for number, row in enumerate(rows, 1):
+        with faults_in(f"{source}: entry {row.get('name', number)}"):
+            made.append(kind.model_validate(row))
+    return tuple(made)
 
 
 def dotted(place: Place) -> str:

@@ -7,16 +7,15 @@ unless stated.
 
 from __future__ import annotations
 
-import json
 import re
-from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from .config import FrozenModel
+from .config import FrozenModel, entries
 from .errors import ConfigError
+from .files import read_json
 
 BYTES_PER_VALUE = 2
 GIB = float(1 << 30)
@@ -39,7 +38,8 @@ _Named = TypeVar("_Named", "Gpu", "ModelShape")
 class Gpu(FrozenModel):
     """One GPU: HBM bytes per second, dense bf16 FLOP per second, bytes of memory, link bytes per second one way.
 
-    The memory is what a program finds there: a card sold as 80 GB has about 79 GiB of it.
+    The memory is what a program finds there: a card sold as 80 GB has about 79 GiB of it. A file may state it as
+    `memory_gib`.
     `fp8_flops` and `fp4_flops` are None where the GPU has no such units: those weights are then multiplied in bf16.
     """
 
@@ -50,6 +50,14 @@ class Gpu(FrozenModel):
     link_bytes_per_s: Positive
     fp8_flops: Positive | None = None
     fp4_flops: Positive | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_gib(cls, fields: Any) -> Any:
+        match fields:
+            case {"memory_gib": int() | float() as gib, **rest}:
+                return {**rest, "memory_bytes": gib * GIB}
+        return fields
 
     def flops(self, weights: Dtype) -> float:
         """Dense FLOP per second of products with weights of this type."""
@@ -187,9 +195,10 @@ class ModelShape(FrozenModel):
         return self.full_layers * self.layer_kv_values * BYTES_PER_VALUE
 
 
-_KNOWN = json.loads((files("tltlab") / "hardware.json").read_text("utf-8"))
-GPUS = tuple(Gpu(memory_bytes=gpu.pop("memory_gib") * GIB, **gpu) for gpu in _KNOWN["gpus"])
-MODELS = tuple(ModelShape(**model) for model in _KNOWN["models"])
+_TABLE = Path(__file__).with_name("hardware.json")
+_KNOWN = read_json(_TABLE)
+GPUS = entries(Gpu, _KNOWN["gpus"], _TABLE)
+MODELS = entries(ModelShape, _KNOWN["models"], _TABLE)
 _SUFFIXES = ("-FP8", "-2507", "-Instruct", "-Thinking")
 
 

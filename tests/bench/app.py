@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from typer import Argument, Option
 
 from bench.harness import Text, changed, shown
@@ -432,48 +431,6 @@ def train(
     _check(out, folder=True)
     sizes = changed(FAST if fast else TrainSizes(), steps=steps, blocks=blocks)
     _tell(bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress), as_json, TEXT)
-
-
-@app.command("vllm-tests")
-def vllm_tests(
-    source: Annotated[Path, Argument(metavar="FOLDER", help="What the sdist of the installed vLLM unpacks to.")],
-    test: Annotated[list[str] | None, Option(help="Tests in FOLDER, in place of the default. Repeatable.")] = None,
-    limit_s: Annotated[float, Option(min=1, help="Seconds that the tests may take, each time they run.")] = 3600,
-    as_json: Json = False,
-) -> None:
-    """Run vLLM's own tests of scheduling and sampling with vLLM as it is, and with ours in its place, and compare.
-
-    They run three times: as they are, with our plugin, and with our schedulers under a policy that always drafts.
-    Nothing is fetched; what the tests need from elsewhere fails each time. Exit code 1 for a difference that is not
-    explained.
-
-    Example: tltlab bench vllm-tests vllm-0.32.0
-    """
-    from .vllm.own_tests import TESTS, run_vllm_tests, text
-
-    report = run_vllm_tests(source, tests=test or TESTS, limit_s=limit_s, progress=progress)
-    _tell(report, as_json, text)
-    if not report["passed"]:
-        raise typer.Exit(1)
-
-
-GONE = {
-    "buckets": "tests/core/planning/test_buckets.py holds the planner against exhaustive search",
-    "history": "tltlab bench drafter --parts model-free measures the suffix history of a trace",
-    "trace": "tests/core/traces/streams.py measures a long trace for the test that bounds its memory",
-    "weights": "tltlab bench gpu sync measures how long an engine takes to get new weights",
-}
-"""Commands that went, and what there is instead."""
-_ANY = {"ignore_unknown_options": True, "allow_extra_args": True}
-
-
-@app.command("buckets", hidden=True, context_settings=_ANY)
-@app.command("history", hidden=True, context_settings=_ANY)
-@app.command("trace", hidden=True, context_settings=_ANY)
-@app.command("weights", hidden=True, context_settings=_ANY)
-def gone(context: typer.Context) -> None:
-    """Say what there is instead."""
-    raise ConfigError(f"tltlab bench {context.info_name} went: {GONE[context.info_name or '']}")
 
 
 def _one_thread() -> None:

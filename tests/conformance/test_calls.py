@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -24,7 +23,7 @@ from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.verification.decisions import RecordedIterations
 from tltlab.sim.workload import requests_by_step
-from tltlab.state import Choice, DrafterState, StepOutcome, StepState
+from tltlab.state import Choice, DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.schema import KEY, Manifest
 from tltlab.traces.trace import Trace
@@ -37,12 +36,12 @@ class Recording(Selector):
 
     strategies = STRATEGIES
 
-    def __init__(self, hold: int) -> None:
+    def __init__(self, hold):
         self.hold = hold
-        self.calls: list[Any] = []
+        self.calls = []
         self.asked = 0
 
-    def choose(self, state: StepState) -> Choice:
+    def choose(self, state):
         drafters = {name: state.drafters[name] for name in state.drafters}
         requests = [
             (r.key, r.prompt_id, r.generated_tokens, r.max_response_tokens, rounded(r.recent_acceptance))
@@ -54,17 +53,17 @@ class Recording(Selector):
         self.asked += 1
         return Choice(strategy, 1.0 / (1 + self.asked % 3), self.asked % 2)
 
-    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+    def observe(self, choice, outcome):
         self.calls.append((
             "observe", choice, pytest.approx(outcome.elapsed_s, abs=1e-9), outcome.batch, tuple(outcome.accepted),
             tuple(outcome.drafted), outcome.had_prefill,
         ))  # fmt: skip
 
-    def reward(self, choice: Choice, outcome: StepOutcome) -> float | None:
+    def reward(self, choice, outcome):
         return outcome.accept_length
 
 
-def rounded(value: float | None) -> float | None:
+def rounded(value):
     """Averages are sums in another order on the two sides."""
     return None if value is None else round(value, 9)
 
@@ -88,11 +87,11 @@ class Story:
     most_running: int = 16
     capacity_tokens: int | None = None
 
-    def kept(self, name: str, position: int) -> int:
+    def kept(self, name, position):
         """Most tokens kept of a draft at this position of a response."""
         return (7 * len(name) + 3 * position + sum(map(ord, name))) % 5
 
-    def seconds(self, iteration: int, verified: int, drafted: int) -> tuple[float, float]:
+    def seconds(self, iteration, verified, drafted):
         """Seconds of verifying and of drafting so many tokens."""
         return 0.01 + 1e-4 * verified + 1e-3 * (iteration % 3), 2e-4 * drafted
 
@@ -102,7 +101,7 @@ class Clock:
 
     now_s = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
 
@@ -116,17 +115,17 @@ class Engine:
     outputs: dict[str, list[int]] = field(default_factory=dict)
     preemptions: int = 0
 
-    def play(self, rl_step: int) -> pd.DataFrame:
+    def play(self, rl_step):
         responses = {r.name: r for r in self.story.rl_steps[rl_step]}
         waiting, running, drafts = list(responses), [], dict.fromkeys(responses, 0)
-        computed: set[str] = set()
+        computed = set()
         self.control.begin(rl_step)
         for name, response in responses.items():
             self.outputs[name] = []
             key = (rl_step, name, 0, 0)
             self.control.add(name, key, range(response.prompt_tokens), self.outputs[name], response.cap)
 
-        def context(name: str) -> int:
+        def context(name):
             return responses[name].prompt_tokens + len(self.outputs[name])
 
         capacity = self.story.capacity_tokens or 10**9
@@ -179,7 +178,7 @@ class Engine:
         return pd.DataFrame(rows)
 
 
-def engine_calls(story: Story, hold: int) -> tuple[list[Any], list[pd.DataFrame]]:
+def engine_calls(story, hold):
     """Calls of the policy beside the engine, and the iterations of each RL step."""
     clock, policy = Clock(), Recording(hold)
     pool = DrafterPool({"learned": LearnedSpec(method="eagle", model="a/head")}, 4)
@@ -194,7 +193,7 @@ def engine_calls(story: Story, hold: int) -> tuple[list[Any], list[pd.DataFrame]
     return policy.calls, iterations
 
 
-def simulated_calls(story: Story, hold: int, iterations: Sequence[pd.DataFrame]) -> list[Any]:
+def simulated_calls(story, hold, iterations):
     """Calls of the policy in the simulator's worker."""
     policy = Recording(hold)
     costs = LinearCosts(
@@ -211,7 +210,7 @@ def simulated_calls(story: Story, hold: int, iterations: Sequence[pd.DataFrame])
     return policy.calls
 
 
-def trace_of(story: Story) -> Trace:
+def trace_of(story):
     """The lengths of a story."""
     keys = [(step, r.name, 0, r) for step, responses in enumerate(story.rl_steps) for r in responses]
     key = pd.DataFrame([(step, name, sample, 0) for step, name, sample, _ in keys], columns=list(KEY))
@@ -240,7 +239,7 @@ STORIES = {
 
 @pytest.mark.parametrize("hold", [1, 3])
 @pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
-def test_a_policy_gets_the_same_calls_everywhere(story: Story, hold: int):
+def test_a_policy_gets_the_same_calls_everywhere(story, hold):
     beside_engine, iterations = engine_calls(story, hold)
     simulated = simulated_calls(story, hold, iterations)
     for n, (engine, simulator) in enumerate(zip(beside_engine, simulated, strict=False)):

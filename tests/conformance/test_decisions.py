@@ -1,11 +1,7 @@
 """Rollouts of a real engine, played again by the simulator with their times and acceptance: the same decisions."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -14,8 +10,8 @@ from tests.refused import refused
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.bandits import Ucb1
-from tltlab.policies.policy import Policy, load_policy
-from tltlab.sim.verification.decisions import Decisions, RecordedDriver, replay_decisions
+from tltlab.policies.policy import load_policy
+from tltlab.sim.verification.decisions import RecordedDriver, replay_decisions
 from tltlab.sim.verification.run_files import ActivePolicy
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import Strategy
@@ -33,7 +29,7 @@ BETWEEN = {
     ],
     "reward": "relative",
 }
-POLICIES: Mapping[str, Any] = {
+POLICIES = {
     "n-grams": "ngram:4",
     "suffixes": "suffix:8",
     "a draft model": "learned:4",
@@ -52,7 +48,7 @@ POLICIES: Mapping[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def engine(random_model: Path) -> Iterator[Any]:
+def engine(random_model):
     """The target is its own draft model, and the batch holds 12 requests, so that some wait."""
     from tltlab.runtime.engine.engine import Engine
 
@@ -63,14 +59,14 @@ def engine(random_model: Path) -> Iterator[Any]:
         yield engine
 
 
-def recorded(engine: Any, policy: Policy, rl_steps: int = 2) -> Trace:
+def recorded(engine, policy, rl_steps=2):
     """Rollouts of 16 requests as a trace, one for each RL step."""
     from tltlab.runtime.engine.generation import GenerationRequest
 
     engine.forget()
     engine.set_policy(policy, [7, 0, 0])
-    rows: list[tuple[Any, ...]] = []
-    tables: dict[str, list[pd.DataFrame]] = {"iterations": [], "decisions": []}
+    rows = []
+    tables = {"iterations": [], "decisions": []}
     for rl_step in range(rl_steps):
         requests = [
             GenerationRequest(
@@ -100,14 +96,14 @@ def recorded(engine: Any, policy: Policy, rl_steps: int = 2) -> Trace:
     )  # fmt: skip
 
 
-def played_again(trace: Trace, policy: Policy) -> Decisions:
+def played_again(trace, policy):
     force = ActivePolicy(name="played", policy=policy, since=0, seed=7)
     return replay_decisions(trace, forces=dict.fromkeys(trace.rl_steps, force))
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("source", POLICIES.values(), ids=POLICIES)
-def test_the_simulator_makes_an_engines_decisions_again(source: Any, engine: Any):
+def test_the_simulator_makes_an_engines_decisions_again(source, engine):
     policy = load_policy(source)
     decisions = played_again(recorded(engine, policy), policy)
     assert decisions.json()["num_decisions"] > 50
@@ -153,6 +149,6 @@ def test_other_tokens_than_the_recorded_ones_show():
         ("base-rl-16k", ("base-rl-16k", "iterations", "decisions")),
     ],
 )
-def test_decisions_of_other_or_no_policies_are_refused(trace: str, facts: tuple[str, ...]):
+def test_decisions_of_other_or_no_policies_are_refused(trace, facts):
     with refused(ConfigError, naming=facts):
         replay_decisions(TRACES / trace)

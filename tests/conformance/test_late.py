@@ -1,23 +1,20 @@
 """Every shipped policy that learns, with its outcomes one and three choices late, against outcomes at once."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tltlab.policies.engines import AcceptedThresholds
-from tltlab.policies.policy import PolicySource, load_policy
+from tltlab.policies.policy import load_policy
 from tltlab.sim.scenario import Scenario
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"
 SEEDS = range(2)
 MOST_LOST = 0.02
 
-POLICIES: dict[str, Any] = {
+POLICIES = {
     **{name: name for name in ("beg-mab", "epsilon-greedy", "ucb1", "goodput", "adaptive", "explore")},
     "a few at a time": "ngram:4@16",
     "ladder": {"kind": "ladder", "strategies": ["ngram:1", "ngram:3", "ngram:7"]},
@@ -28,7 +25,7 @@ POLICIES: dict[str, Any] = {
 
 
 @cache
-def scenarios() -> tuple[Scenario, ...]:
+def scenarios():
     """Recorded traces with costs of a GPU, on which drafting pays less the larger the batch is."""
     return tuple(
         Scenario.of(
@@ -40,14 +37,14 @@ def scenarios() -> tuple[Scenario, ...]:
     )  # fmt: skip
 
 
-def busy_s(policy: PolicySource, delay: int) -> float:
+def busy_s(policy, delay):
     """Worker-seconds for all tokens of all traces."""
     chosen = load_policy(policy, held=True)
     return math.fsum(r.busy_s for scenario in scenarios() for r in scenario.rollouts(chosen, delay=delay))
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_late_outcomes_cost_a_policy_little(policy: PolicySource):
+def test_late_outcomes_cost_a_policy_little(policy):
     at_once = busy_s(policy, 0)
     lost = {delay: busy_s(policy, delay) / at_once - 1 for delay in (1, 3)}
     assert max(lost.values()) <= MOST_LOST, lost

@@ -1,7 +1,5 @@
 """Fixtures shared by the core's tests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +12,10 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
+def command(capsys):
     """Runs a command line; returns (exit code, standard output, standard error)."""
 
-    def run(*args: object) -> tuple[int, str, str]:
+    def run(*args):
         with pytest.raises(SystemExit) as ended:
             main([str(arg) for arg in args])
         return int(ended.value.code or 0), *capsys.readouterr()
@@ -26,7 +24,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
+def shared_data():
     """The folder of measured calibration data, which is not part of the repository; a test without it is skipped."""
     beside = Path(__file__).resolve().parents[3] / "shared" / "data"
     folder = Path(os.environ.get("TLTLAB_DATA", beside))

@@ -1,7 +1,6 @@
 """What people read where a file holds what it should not."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ STAGES = {"kind": "roofline", "gpu": "H100", "model": "Qwen2.5-7B", "num_gpus": 
 POLICY = {"format": "tltlab-policy", "version": 1, "selector": {"kind": "none"}}
 
 
-def file(folder: Path, value: object) -> Path:
+def file(folder, value):
     path = folder / "mine.json"
     path.write_text(json.dumps(value))
     return path
@@ -45,7 +44,7 @@ def file(folder: Path, value: object) -> Path:
         (Manifest.read, {"format": "tltlab-trace", "version": 1, "kind": LONG}, "kind: "),
     ],
 )
-def test_a_bad_file_is_named_and_cut(tmp_path: Path, load, value: object, says: str):
+def test_a_bad_file_is_named_and_cut(tmp_path, load, value, says):
     path = file(tmp_path, value)
     with refused((ConfigError, TraceError), naming=(says,)) as caught:
         load(path)
@@ -58,7 +57,7 @@ def test_a_bad_file_is_named_and_cut(tmp_path: Path, load, value: object, says: 
 
 
 @pytest.mark.parametrize(("tp", "heads"), [(28, (1, 1)), (4, (7, 1)), (3, None), (7, None), (0, None)])
-def test_heads_are_shared_out_among_gpus_or_refused(tp: int, heads: tuple[int, int] | None):
+def test_heads_are_shared_out_among_gpus_or_refused(tp, heads):
     if heads is None:
         with refused(ConfigError, naming=("tp", tp)):
             per_gpu_heads(model("Qwen2.5-7B"), tp)

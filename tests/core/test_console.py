@@ -3,7 +3,6 @@
 import signal
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -68,10 +67,10 @@ def test_a_result_outside_a_command_has_versions_alone():
 @pytest.mark.timeout(60)
 def test_an_interrupt_that_strikes_in_a_destructor_recurs():
     class Struck:
-        def __del__(self) -> None:
+        def __del__(self):
             signal.raise_signal(signal.SIGTERM)
 
-    def lost() -> None:
+    def lost():
         with sigterm_as_interrupt():
             Struck()
             threading.Event().wait()
@@ -82,7 +81,7 @@ def test_an_interrupt_that_strikes_in_a_destructor_recurs():
     assert (signal.getsignal(signal.SIGTERM), sys.unraisablehook) == before
 
 
-def test_only_a_folder_with_the_mark_is_replaced(tmp_path: Path):
+def test_only_a_folder_with_the_mark_is_replaced(tmp_path):
     out = tmp_path / "out"
     for text in ("first", "second"):
         with marked_folder(out, "mark.json") as folder:
@@ -95,7 +94,7 @@ def test_only_a_folder_with_the_mark_is_replaced(tmp_path: Path):
     assert (out / "thesis.tex").read_text() == "years of work"
 
 
-def test_a_librarys_full_disk_is_a_sentence(tmp_path: Path):
+def test_a_librarys_full_disk_is_a_sentence(tmp_path):
     class LibraryError(Exception):
         pass
 
@@ -105,7 +104,7 @@ def test_a_librarys_full_disk_is_a_sentence(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_as_parent_fails_before_the_work(tmp_path: Path):
+def test_a_file_as_parent_fails_before_the_work(tmp_path):
     (tmp_path / "file").write_text("")
     with refused(InputError, naming=("cannot",)), marked_folder(tmp_path / "file" / "out", "mark.json"):
         raise AssertionError("the block must not begin")

@@ -1,13 +1,10 @@
 """The whole loop, as `make demo` runs it, with less of everything."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,18 +15,17 @@ from tltlab.cli.demo import make_room
 from tltlab.demo import FAST, FULL, demo_recipe
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import load_policy
-from tltlab.runtime.recipe.recipe import Recipe
 
 pytestmark = pytest.mark.timeout(800)
 
 
 @pytest.fixture(scope="module")
-def demo(one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def demo(one_ray, tmp_path_factory):
     """Its folder and its summary, with one engine where it has two, and fewer prompts and steps."""
     from tltlab.runtime.models.make import SIZES
     from tltlab.runtime.models.runs import Sizes
 
-    def smaller(*args: Any) -> Recipe:
+    def smaller(*args):
         recipe = demo_recipe(*args)
         rollout = recipe.rollout.model_copy(update={"num_workers": 1, "prompts_per_step": 10})
         return recipe.model_copy(update={"rollout": rollout})
@@ -59,7 +55,7 @@ def demo(one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 
 @pytest.mark.engine
-def test_the_summary_tells_the_whole_story(demo: tuple[Path, dict[str, Any]]):
+def test_the_summary_tells_the_whole_story(demo):
     out, summary = demo
     assert summary["grpo_steps"] == len(summary["steps"]) >= 4
     assert 0 <= summary["reward_first"] <= 1
@@ -85,7 +81,7 @@ def test_the_summary_tells_the_whole_story(demo: tuple[Path, dict[str, Any]]):
 
 
 @pytest.mark.engine
-def test_the_tuned_steps_ran_the_policy_file(demo: tuple[Path, dict[str, Any]]):
+def test_the_tuned_steps_ran_the_policy_file(demo):
     out, summary = demo
     policy = load_policy(out / summary["policy"])
     assert policy.provenance["candidates"] > 10
@@ -101,7 +97,7 @@ def test_the_tuned_steps_ran_the_policy_file(demo: tuple[Path, dict[str, Any]]):
 
 
 @pytest.mark.engine
-def test_training_moved_the_policy_without_harm(demo: tuple[Path, dict[str, Any]]):
+def test_training_moved_the_policy_without_harm(demo):
     from safetensors.numpy import load_file
 
     out, summary = demo
@@ -115,7 +111,7 @@ def test_training_moved_the_policy_without_harm(demo: tuple[Path, dict[str, Any]
 
 
 @pytest.mark.engine
-def test_a_drafter_learned_on_idle_workers(demo: tuple[Path, dict[str, Any]]):
+def test_a_drafter_learned_on_idle_workers(demo):
     out, summary = demo
     drafter = summary["drafter"]
     assert drafter["frozen_accept_length"] > 1.5
@@ -140,7 +136,7 @@ def test_every_setting_makes_a_recipe(setting):
     assert recipe.eval.num_prompts == setting.heldout
 
 
-def test_an_earlier_demo_alone_is_moved_aside(tmp_path: Path):
+def test_an_earlier_demo_alone_is_moved_aside(tmp_path):
     (tmp_path / "demo" / "model").mkdir(parents=True)
     (tmp_path / "demo" / "model" / "report.json").touch()
     make_room(tmp_path / "demo")

@@ -1,9 +1,6 @@
 """Names of drafters are for people: renaming one changes nothing, and an unknown one is refused at once."""
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +54,7 @@ LINEAR = LinearCosts(
 )  # fmt: skip
 
 
-def compared(source: str) -> Iterator[str]:
+def compared(source):
     """Comparisons with a drafter's name in a piece of source."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare):
@@ -98,7 +95,7 @@ def test_a_renamed_drafter_costs_and_captures_the_same(name, spec, standard):
     assert chosen[0] == chosen[1]
 
 
-def renamed(trace: Trace, old: str, name: str, **manifest: object) -> Trace:
+def renamed(trace, old, name, **manifest):
     """The trace with a drafter of another name."""
     tables = {}
     for at in ("workload", "outcomes", "iterations", "steps", "acceptance"):

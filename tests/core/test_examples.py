@@ -18,7 +18,7 @@ PUBLIC = {name: getattr(tltlab, name) for name in tltlab.__all__}
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
-def test_the_examples_of_a_module_are_true(name: str):
+def test_the_examples_of_a_module_are_true(name):
     if name.startswith("tltlab.runtime"):
         pytest.importorskip("vllm", reason="no engine installed: extra 'runtime' or 'runtime-cpu'")
     module = import_module(name)

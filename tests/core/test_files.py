@@ -7,7 +7,6 @@ import posix
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,13 +31,13 @@ from tltlab.files import (
 
 
 @pytest.fixture(autouse=True)
-def _disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def _disk(monkeypatch):
     """The real `fsync`, without which other tests do."""
     monkeypatch.setattr(os, "fsync", posix.fsync)
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
+def full_disk():
     """No file may grow beyond a few bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4, hard))
@@ -49,7 +48,7 @@ def full_disk() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_a_full_disk_leaves_the_old_file_alone(tmp_path: Path, durable: bool):
+def test_a_full_disk_leaves_the_old_file_alone(tmp_path, durable):
     path = tmp_path / "new" / "a.json"
     write_json(path, {"rows": 1})
     with full_disk(), refused(OSError if durable else InputError, naming=("large",) if durable else ("a.json",)):
@@ -58,7 +57,7 @@ def test_a_full_disk_leaves_the_old_file_alone(tmp_path: Path, durable: bool):
     assert [file.name for file in path.parent.iterdir()] == ["a.json"]
 
 
-def test_what_json_does_not_know_is_not_written(tmp_path: Path):
+def test_what_json_does_not_know_is_not_written(tmp_path):
     with refused(ValueError, naming=("JSON",)):
         write_json(tmp_path / "a.json", {"loss": float("nan")})
     assert list(tmp_path.iterdir()) == []
@@ -67,7 +66,7 @@ def test_what_json_does_not_know_is_not_written(tmp_path: Path):
     assert (tmp_path / "a.json").stat().st_mode == (tmp_path / "b.json").stat().st_mode
 
 
-def test_a_folder_takes_its_place_whole(tmp_path: Path):
+def test_a_folder_takes_its_place_whole(tmp_path):
     out = tmp_path / "above" / "out"
     with new_folder(out) as folder:
         (folder / "a").write_text("first")
@@ -80,7 +79,7 @@ def test_a_folder_takes_its_place_whole(tmp_path: Path):
     assert [file.name for file in out.parent.iterdir()] == ["out"]
 
 
-def test_a_new_folder_replaces_nothing(tmp_path: Path):
+def test_a_new_folder_replaces_nothing(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "a").write_text("theirs")
     with refused(OSError, naming=("empty",)), new_folder(tmp_path / "out", replace=False) as folder:
@@ -110,7 +109,7 @@ with new_folder(Path(sys.argv[1])) as new:
 
 
 @pytest.mark.parametrize("moves", [0, 1])
-def test_next_writer_mends_what_killed_one_left(tmp_path: Path, moves: int):
+def test_next_writer_mends_what_killed_one_left(tmp_path, moves):
     out = tmp_path / "out"
     with new_folder(out) as folder:
         (folder / "a").write_text("1")
@@ -131,13 +130,13 @@ def test_next_writer_mends_what_killed_one_left(tmp_path: Path, moves: int):
 
 
 @pytest.mark.parametrize("text", [None, "{", "[1]"])
-def test_an_object_that_cannot_be_read_is_empty(tmp_path: Path, text: str | None):
+def test_an_object_that_cannot_be_read_is_empty(tmp_path, text):
     if text is not None:
         (tmp_path / "a.json").write_text(text)
     assert read_object(tmp_path / "a.json") == {}
 
 
-def test_what_is_sealed_is_what_was_written(tmp_path: Path):
+def test_what_is_sealed_is_what_was_written(tmp_path):
     content = {"b": [1, 2.5, None], "a": {"text": "ü"}}
     write_json(tmp_path / "a.json", sealed(content))
     assert read_json(tmp_path / "a.json") == content
@@ -150,7 +149,7 @@ def test_what_is_sealed_is_what_was_written(tmp_path: Path):
         read_json(tmp_path / "a.json")
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PIPE_S", 0.0)
     pipe = tmp_path / "pipe.json"
     os.mkfifo(pipe)
@@ -165,7 +164,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert file.read() == b"[1]"
 
 
-def test_an_endless_file_is_not_read_fully(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_endless_file_is_not_read_fully(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MOST_JSON_BYTES", 1 << 20)
     with refused(ConfigError, naming=("/dev/full", "1", "MiB")):
         read_json(Path("/dev/full"))
@@ -175,7 +174,7 @@ def test_an_endless_file_is_not_read_fully(tmp_path: Path, monkeypatch: pytest.M
     assert read_text(tmp_path / "a", encoding="utf-8-sig") == "1\n2"
 
 
-def test_sum_stands_beside_file_as_sha256sum_writes_it(tmp_path: Path):
+def test_sum_stands_beside_file_as_sha256sum_writes_it(tmp_path):
     file = tmp_path / "a b"
     file.write_bytes(b"abc")
     assert written_sum(file) is None
@@ -186,8 +185,8 @@ def test_sum_stands_beside_file_as_sha256sum_writes_it(tmp_path: Path):
     assert written_sum(file) == ""
 
 
-def test_file_is_written_where_folders_cannot_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(descriptor: int, how: int) -> None:
+def test_file_is_written_where_folders_cannot_be_held(tmp_path, monkeypatch):
+    def refuse(descriptor, how):
         raise OSError(errno.EBADF, "as NFS says of a folder")
 
     monkeypatch.setattr("fcntl.flock", refuse)

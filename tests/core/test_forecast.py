@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.sim.workloads import typed
-from tltlab.forecast import Forecast, forecast
+from tltlab.forecast import forecast
 from tltlab.runtime.recipe.dry_run import plan_of
 from tltlab.runtime.recipe.recipe import load_recipe
 
@@ -15,12 +15,12 @@ SMALLER = ["rollout.prompts_per_step=8", "rollout.max_response_tokens=2048", "tr
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch):
+def offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture
-def small_model(tmp_path: Path) -> Path:
+def small_model(tmp_path):
     """A folder with the shape of a model, without weights."""
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "head_dim": 16}
@@ -30,7 +30,7 @@ def small_model(tmp_path: Path) -> Path:
     return folder
 
 
-def forecast_of(*overrides: str, out: Path = Path("runs/run"), lengths: Path | None = None) -> Forecast:
+def forecast_of(*overrides, out=Path("runs/run"), lengths=None):
     recipe = load_recipe("qwen2.5-7b-tlt", [*SMALLER, *overrides])
     return forecast(recipe, plan_of(recipe), out, "tltlab train mine", lengths)
 
@@ -45,7 +45,7 @@ def test_longer_responses_take_longer():
     assert long.step_s > short.step_s
 
 
-def test_own_lengths_replace_the_regimes(tmp_path: Path):
+def test_own_lengths_replace_the_regimes(tmp_path):
     lengths = tmp_path / "lengths.csv"
     lengths.write_text("200\n" * 63 + "2000\n")
     (time,) = forecast_of(lengths=lengths).times
@@ -64,7 +64,7 @@ def test_separate_trainers_leave_engines_alone():
     assert alone.rollout_s > shared.rollout_s
 
 
-def test_without_a_gpu_no_time_is_made_up(small_model: Path):
+def test_without_a_gpu_no_time_is_made_up(small_model):
     recipe = load_recipe("cpu", [f"model={small_model}"])
     found = forecast(recipe, plan_of(recipe), Path("runs/run"), "tltlab train cpu")
     assert found.times == ()
@@ -72,20 +72,20 @@ def test_without_a_gpu_no_time_is_made_up(small_model: Path):
     assert found.unknown in found.text()
 
 
-def test_disk_holds_checkpoints_and_trace(tmp_path: Path):
+def test_disk_holds_checkpoints_and_trace(tmp_path):
     few, many = (forecast_of(f"checkpoint.keep={keep}", out=tmp_path / "new" / "run") for keep in (1, 3))
     assert many.disk_bytes - few.disk_bytes == 2 * 12 * plan_of(load_recipe("qwen2.5-7b-tlt")).num_params
     assert few.disk_bytes_here > 0
 
 
-def test_a_model_that_is_here_is_found(small_model: Path):
+def test_a_model_that_is_here_is_found(small_model):
     recipe = load_recipe("cpu", [f"model={small_model}"])
     parts = dict(forecast(recipe, plan_of(recipe), Path("runs/run"), "").parts)
     assert parts["model"].endswith("here")
     assert "HF_HUB_OFFLINE" in dict(forecast_of().parts)["model"]
 
 
-def test_the_dry_run_ends_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_the_dry_run_ends_with_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     line = ("train", "qwen2.5-7b-tlt", *SMALLER, "--dry-run")
     code, out, _ = typed(capsys, *line)

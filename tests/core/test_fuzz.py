@@ -3,13 +3,9 @@
 `TLTLAB_FUZZ=100000` tries that many changed files, others in each run. What fell once is kept in `FELL`.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -32,15 +28,15 @@ EXAMPLES = max(10, int(os.environ.get("TLTLAB_FUZZ") or 0))
 Edit = tuple[str, float, float, bytes]
 
 
-def dump(path: Path) -> Any:
+def dump(path):
     return import_dump(path, tokens=CharsPerToken(4.0))
 
 
-def recipe(path: Path) -> Any:
+def recipe(path):
     return import_module("tltlab.runtime.recipe.recipe").load_recipe(path)
 
 
-def messages(path: Path) -> None:
+def messages(path):
     """Who gets them drops what is none; what is one is encoded as it came."""
     wire, data = import_module("tltlab.runtime.coordinator.wire"), path.read_bytes()
     for decode in (wire.decode_report, wire.decode_command):
@@ -48,7 +44,7 @@ def messages(path: Path) -> None:
         assert found is None or decode(wire.encode(found)) == found
 
 
-READERS: dict[str, tuple[Callable[[Path], Any], ...]] = {
+READERS = {
     "acceptance.json": (load_acceptance,),
     "costs.json": (load_costs, load_stages),
     "manifest.json": (Manifest.read,),
@@ -89,7 +85,7 @@ EDITS = st.lists(
 )
 
 
-def edited(data: bytes, edits: list[Edit]) -> bytes:
+def edited(data, edits):
     for kind, where, much, token in edits:
         at = int(where * len(data))
         to = min(at + 1 + int(much * 40), len(data))
@@ -104,16 +100,16 @@ def edited(data: bytes, edits: list[Edit]) -> bytes:
     return data
 
 
-def source(name: str) -> bytes:
+def source(name):
     return (TINY if name in ("manifest.json", "outcomes.parquet") else HERE / "corpus").joinpath(name).read_bytes()
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     return tmp_path_factory.mktemp("fuzz")
 
 
-def check(place: Path, name: str, data: bytes) -> None:
+def check(place, name, data):
     path = place / name
     path.write_bytes(data)
     for reader in READERS[name]:
@@ -128,7 +124,7 @@ def check(place: Path, name: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_what_is_not_changed_is_read(place: Path, name: str):
+def test_what_is_not_changed_is_read(place, name):
     (place / name).write_bytes(source(name))
     if name != "outcomes.parquet":
         READERS[name][0](place / name)
@@ -137,11 +133,11 @@ def test_what_is_not_changed_is_read(place: Path, name: str):
 @pytest.mark.parametrize("name", READERS)
 @settings(max_examples=EXAMPLES)
 @given(edits=EDITS)
-def test_changed_file_is_read_or_refused_in_sentence(place: Path, name: str, edits: list[Edit]):
+def test_changed_file_is_read_or_refused_in_sentence(place, name, edits):
     check(place, name, edited(source(name), edits))
 
 
-FELL: list[tuple[str, bytes]] = [
+FELL = [
     ("verl.jsonl", b'{"input": "a", "output": "b", "score": ' + b"9" * 400 + b', "step": 1}'),
     ("lengths.json", b"[" * 100_000),
     ("lengths.jsonl", b'{"response_tokens": 7}\nNaN'),
@@ -154,7 +150,7 @@ FELL: list[tuple[str, bytes]] = [
 
 
 @pytest.mark.parametrize(("name", "data"), FELL)
-def test_what_fell_once_is_refused_in_a_sentence(place: Path, name: str, data: bytes):
+def test_what_fell_once_is_refused_in_a_sentence(place, name, data):
     check(place, name, data)
 
 
@@ -163,7 +159,7 @@ FILES = {file.name: file.read_bytes() for file in TINY.iterdir() if file.suffix 
 
 @settings(max_examples=max(5, EXAMPLES // 10))
 @given(name=st.sampled_from(sorted(FILES)), edits=EDITS)
-def test_trace_with_changed_file_is_refused_or_same(place: Path, name: str, edits: list[Edit]):
+def test_trace_with_changed_file_is_refused_or_same(place, name, edits):
     folder, data = place / "trace", edited(FILES[name], edits)
     folder.mkdir(exist_ok=True)
     for other, content in FILES.items():

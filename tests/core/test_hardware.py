@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.refused import refused
+from tltlab.config import entries
 from tltlab.costs.profiles import shape_of_config
 from tltlab.errors import ConfigError
 from tltlab.hardware import RUNTIME_BYTES, Gpu, ModelShape, activation_bytes, gpu, kv_capacity_tokens, model
@@ -14,7 +15,7 @@ from tltlab.hardware import RUNTIME_BYTES, Gpu, ModelShape, activation_bytes, gp
     [("Qwen2.5-7B", 7.07, 57_344), ("Qwen2.5-32B", 31.98, 262_144), ("Qwen3-32B", 31.98, 262_144),
      ("Llama-3.3-70B", 69.50, 327_680), ("Llama-3.1-8B", 7.50, 131_072)],
 )  # fmt: skip
-def test_weight_bytes_per_step_and_kv_bytes(name: str, billions: float, kv_bytes: int):
+def test_weight_bytes_per_step_and_kv_bytes(name, billions, kv_bytes):
     shape = model(name)
     assert round(shape.weight_params / 1e9, 2) == billions
     assert shape.kv_bytes_per_token == kv_bytes
@@ -35,7 +36,7 @@ def test_weights_are_the_sum_of_the_matrices():
     [("H100", "Qwen2.5-7B", 1, 246), ("H100", "Qwen2.5-32B", 4, 213), ("H100", "Llama-3.3-70B", 4, 114),
      ("H200", "Qwen2.5-7B", 1, 495), ("H200", "Qwen2.5-32B", 4, 431), ("H200", "Llama-3.3-70B", 4, 288)],
 )  # fmt: skip
-def test_requests_of_4096_tokens_that_fit(gpu_name: str, name: str, tp: int, residents: int):
+def test_requests_of_4096_tokens_that_fit(gpu_name, name, tp, residents):
     assert kv_capacity_tokens(gpu(gpu_name), model(name), tp) // 4096 == residents
 
 
@@ -97,6 +98,21 @@ def test_layers_of_a_sliding_window_keep_no_context():
     assert shape.qk_norm
 
 
+@pytest.mark.parametrize(
+    ("row", "facts"),
+    [
+        ({"name": "B300", "memory_gib": "268 GB"}, ("entry B300", "memory_gib")),
+        ({"name": "B300", "memory_gib": 268, "peakflops": 1e15}, ("entry B300", "peakflops", "peak_flops")),
+        ({"memory_gib": 268}, ("entry 2", "name")),
+    ],
+)
+def test_a_wrong_entry_of_the_table_is_named(row, facts):
+    good = {"name": "B200", "hbm_bytes_per_s": 8e12, "peak_flops": 2e15, "memory_gib": 2, "link_bytes_per_s": 9e11}
+    assert entries(Gpu, [good], "hardware.json")[0].memory_bytes == 2 * 2**30
+    with refused(ConfigError, naming=("hardware.json", *facts)):
+        entries(Gpu, [good, row], "hardware.json")
+
+
 OWN_GPU = {"name": "mine", "peak_flops": 1e12, "memory_bytes": 1e9, "link_bytes_per_s": 1e9}
 OWN_MODEL = {"name": "mine", "hidden": 8, "intermediate": 8, "layers": 1, "head_dim": 4, "vocab": 8}
 
@@ -131,7 +147,7 @@ def test_unknown_or_unfitting_hardware_is_refused(make, facts):
         ({"quant_method": "modelopt", "config_groups": {"0": {"weights": {"type": "int", "num_bits": 8}}}}, "int8"),
     ],
 )  # fmt: skip
-def test_type_of_checkpoint_is_read_off_its_config(quantization: dict[str, object], kind: str):
+def test_type_of_checkpoint_is_read_off_its_config(quantization, kind):
     assert shape_of_config(DEEPSEEK | {"quantization_config": quantization}).weights == kind
 
 
@@ -188,7 +204,7 @@ FAMILIES = {
      ("interleaved", 17, 400)],
     ids=str,
 )  # fmt: skip
-def test_experts_of_a_family_are_its_billions(family: str, active: float, stored: float):
+def test_experts_of_a_family_are_its_billions(family, active, stored):
     """What its authors call it: active weights with the input embedding, and all of them."""
     shape = shape_of_config(FAMILIES[family])
     embedding = 0 if shape.tied_embeddings else shape.head_params
@@ -214,7 +230,7 @@ def test_expert_layers_are_read_under_all_names():
 
 
 @pytest.mark.parametrize("key", ["zero_expert_num", "expert_layer_period", "moe_every_n", "hybrid_override_pattern"])
-def test_an_unknown_key_about_experts_is_refused(key: str):
+def test_an_unknown_key_about_experts_is_refused(key):
     with refused(ConfigError, naming=(key,)):
         shape_of_config(FAMILIES["qwen2_moe"] | {key: 2})
 

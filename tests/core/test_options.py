@@ -40,15 +40,15 @@ class Settings:
     secret: Annotated[str | None, Option("Nobody reads this.", hidden=True)] = None
     inner: dict[str, int] | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         check(self)
 
 
-def program(kind: Any) -> tuple[Any, list[Any]]:
+def program(kind):
     """A command with the options of this type, and the settings that it was called with."""
-    seen: list[Any] = []
+    seen = []
 
-    def show(settings: Any, workers_of: Annotated[int, typer.Option(help="Not a setting.")] = 0) -> None:
+    def show(settings: Any, workers_of: Annotated[int, typer.Option(help="Not a setting.")] = 0):
         seen.append((settings, workers_of))
 
     show.__annotations__["settings"] = kind
@@ -57,13 +57,13 @@ def program(kind: Any) -> tuple[Any, list[Any]]:
     return get_command(app), seen
 
 
-def parsed(kind: Any, *args: object) -> Any:
+def parsed(kind, *args):
     run, seen = program(kind)
     run.main([str(arg) for arg in args], standalone_mode=False)
     return seen[0][0]
 
 
-def outcome(make: Any, *args: object, **keywords: Any) -> object:
+def outcome(make, *args, **keywords):
     try:
         return make(*args, **keywords)
     except ConfigError as error:
@@ -78,7 +78,7 @@ VALUES = {
 
 
 @st.composite
-def some_settings(draw: st.DrawFn, kind: type) -> dict[str, Any]:
+def some_settings(draw, kind):
     options = options_of(kind)
     names = draw(st.sets(st.sampled_from(sorted({*options} - UNREADABLE)), max_size=5))
     choices = {name: options[name].choices for name in names}
@@ -87,9 +87,9 @@ def some_settings(draw: st.DrawFn, kind: type) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", [SimulationConfig, Reading, Settings])
 @given(data=st.data())
-def test_keywords_options_and_toml_are_equal(kind: type, data: st.DataObject, tmp_path_factory):
+def test_keywords_options_and_toml_are_equal(kind, data, tmp_path_factory):
     values = data.draw(some_settings(kind))
-    words: list[str] = []
+    words = []
     for name, value in values.items():
         option = (*options_of(kind)[name].names, "--" + name.replace("_", "-"))[0]
         each = value if isinstance(value, list) else [value]
@@ -125,7 +125,7 @@ def test_help_shows_each_option_with_its_default(capsys):
     assert not any(part in text for part in ("--share", "Nobody", "--inner", "--no-fast", "A name", "[default: 1]"))
 
 
-def test_a_command_changes_options_and_defaults(tmp_path: Path):
+def test_a_command_changes_options_and_defaults(tmp_path):
     changed = Annotated[Settings, Without("share", kind=Option(default="short"))]
     assert parsed(changed) == Settings(kind="short")
     assert parsed(changed, "--kind", "long") == Settings()
@@ -134,7 +134,7 @@ def test_a_command_changes_options_and_defaults(tmp_path: Path):
         parsed(changed, "--settings", tmp_path / "s.toml")
 
 
-def test_the_command_line_wins_over_a_file(tmp_path: Path):
+def test_the_command_line_wins_over_a_file(tmp_path):
     file = tmp_path / "s.toml"
     file.write_text('size = 9\nkind = "short"\n')
     # A value that is the default wins too.
@@ -154,7 +154,7 @@ def test_the_command_line_wins_over_a_file(tmp_path: Path):
         ("gpus = 8xH100", ("settings.toml",)),
     ],
 )
-def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, facts: tuple[str, ...], capsys):
+def test_a_wrong_file_is_one_line(tmp_path, text, facts, capsys):
     from tltlab.cli.app import main
 
     file = tmp_path / "settings.toml"
@@ -166,7 +166,7 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, facts: tuple[str, .
     assert all(fact in err for fact in facts), err
 
 
-def test_a_missing_file_and_a_wrong_option_are_refused(tmp_path: Path):
+def test_a_missing_file_and_a_wrong_option_are_refused(tmp_path):
     with refused(ConfigError, naming=("nothing.toml",)):
         parsed(Settings, "--settings", tmp_path / "nothing.toml")
     for word in ("0", "two"):
@@ -177,10 +177,10 @@ def test_a_missing_file_and_a_wrong_option_are_refused(tmp_path: Path):
 
 
 def test_a_command_is_called_from_python_with_fields():
-    seen: list[Any] = []
+    seen = []
 
     @command
-    def show(trace: str, settings: Annotated[Settings, Without("kind")], out: str = "") -> None:
+    def show(trace: str, settings: Annotated[Settings, Without("kind")], out: str = ""):
         seen.append((trace, settings, out))
 
     show("here", size=2, out="there")
@@ -199,7 +199,7 @@ def test_json_names_objects():
 
 
 @pytest.mark.parametrize(("text", "numbers"), [("1:3", [1, 2]), ("2", [2]), ("all", [0, 1, 2, 3])])
-def test_python_takes_rl_steps_in_words(text: str, numbers: list[int]):
+def test_python_takes_rl_steps_in_words(text, numbers):
     named, counted = (simulate(TINY, "none", rl_steps=steps).to_frame() for steps in (text, numbers))
     assert named.equals(counted)
     with refused(ConfigError, naming=("9:", "0..3")):

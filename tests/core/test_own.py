@@ -1,12 +1,8 @@
 """Parts of a user's own: found by `module:Class(...)`, checked, and refused with what is wrong with them."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +11,9 @@ from tests.refused import refused
 from tltlab.acceptance.base import AcceptanceModel
 from tltlab.acceptance.load import SHIPPED as SHIPPED_ACCEPTANCE
 from tltlab.acceptance.load import load_acceptance
-from tltlab.costs.base import CostModel, LinearCosts, LinearIteration
+from tltlab.costs.base import LinearCosts, LinearIteration
 from tltlab.costs.load import load_costs, presets
-from tltlab.drafters.base import Draft, Drafter, TextDrafter
+from tltlab.drafters.base import Draft, TextDrafter
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.drafters.specs import SYSTEM_DRAFTERS, Drafters, HybridSpec, NgramSpec, OwnDrafter
 from tltlab.errors import ConfigError
@@ -71,7 +67,7 @@ class Loud(RoundRobin):
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def own(tmp_path, monkeypatch):
     """A module with parts of a user's own in the current folder; its name."""
     name = f"parts_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(MODULE)
@@ -90,7 +86,7 @@ def test_lists_and_arguments_are_read_as_typed():
             parse_call(text)
 
 
-def test_parts_are_made_of_their_names_with_arguments(own: str):
+def test_parts_are_made_of_their_names_with_arguments(own):
     costs, acceptance = load_costs(f"{own}:Slow(base_s=2)"), load_acceptance(f"{own}:Kept")
     assert isinstance(costs, LinearCosts)
     assert (costs.base_s, acceptance.alpha) == (2.0, 0.25)  # type: ignore[attr-defined]
@@ -107,7 +103,7 @@ def test_parts_are_made_of_their_names_with_arguments(own: str):
         sys.modules[own] = module
 
 
-def test_instances_and_classes_serve_as_they_are(own: str):
+def test_instances_and_classes_serve_as_they_are(own):
     costs = load_costs(f"{own}:Slow")
     assert load_costs(costs) is costs
     assert load_costs(type(costs)) == costs
@@ -125,7 +121,7 @@ def test_instances_and_classes_serve_as_they_are(own: str):
         ("antigravity:Flying", ["antigravity", "Python"]),
     ],
 )
-def test_what_is_no_part_is_refused(own: str, load: Any, source: str, facts: list[str]):
+def test_what_is_no_part_is_refused(own, load, source, facts):
     with refused(ConfigError, naming=tuple(fact.replace("OWN", own) for fact in facts)):
         load(source.replace("OWN", own))
 
@@ -143,7 +139,7 @@ def test_what_is_no_part_is_refused(own: str, load: Any, source: str, facts: lis
         (load_policy, "beg-mob(epsilon=0.1)", ["beg-mab"]),
     ],
 )
-def test_arguments_that_do_not_fit_are_named(own: str, load: Any, source: str, facts: list[Any]):
+def test_arguments_that_do_not_fit_are_named(own, load, source, facts):
     with refused(ConfigError, naming=tuple(str(fact).replace("OWN", own) for fact in facts)):
         load(source.replace("OWN", own))
 
@@ -154,7 +150,7 @@ def test_a_shipped_policy_takes_parameters():
     assert policy.with_settings({"epsilon": 0.1, "window": 300}) == load_policy("beg-mab")
 
 
-def test_a_drafter_is_what_its_class_states(own: str):
+def test_a_drafter_is_what_its_class_states(own):
     spec = OwnDrafter(path=f"{own}:Repeat")
     policy = Policy(selector=FixedSpec(strategy=Strategy.chain("mine", 4)), drafters={"mine": spec.load()})
     assert policy.drafters == {"mine": spec}
@@ -166,21 +162,25 @@ def test_a_drafter_is_what_its_class_states(own: str):
     assert (spec.remembers, policy.own_parts) == (False, (spec,))
 
 
-def test_files_do_not_choose_what_is_imported(own: str, tmp_path: Path):
+def test_files_do_not_choose_what_is_imported(own, tmp_path, monkeypatch):
+    """They may be somebody else's; what is typed is one's own."""
     drafters = {"mine": {"kind": "custom", "path": f"{own}:Repeat"}}
     fixed = {"selector": {"kind": "fixed", "strategy": "mine:4"}, "drafters": drafters}
     goodput = load_policy("goodput").model_dump(mode="json")
     goodput["selector"]["costs"] = f"{own}:Slow"
-    for content in (fixed, goodput):
+    policy = {"selector": {"kind": "custom", "path": f"{own}:Mine"}}
+    for content in (policy, fixed, goodput):
         path = tmp_path / "policy.json"
         path.write_text(json.dumps({"format": "tltlab-policy", "version": 1, **content}))
-        with refused(ConfigError, naming=(path, f"{own}:", f"--allow-code {own}")):
+        with code_allowed(["another"]), refused(ConfigError, naming=(path, f"{own}:", f"--allow-code {own}")):
             load_policy(path)
         assert own not in sys.modules
     with named_in("a file"), refused(ConfigError, naming=("a file",)):
         load_costs(f"{own}:Slow")
     with code_allowed([own]):
         assert load_policy(path).selector.costs == f"{own}:Slow"
+    monkeypatch.setenv("TLTLAB_ALLOW_CODE", f"this,{own}")
+    assert load_policy(path).selector.costs == f"{own}:Slow"
 
 
 def test_shipped_parts_keep_their_contracts():
@@ -207,28 +207,28 @@ def test_shipped_suffix_drafters_meet_the_contract():
 
 
 class Last(TextDrafter):
-    def propose(self, key: Any, depth: int) -> Draft:
+    def propose(self, key, depth):
         return Draft(self.texts[key][-1:] * depth, 0.5 * depth)
 
 
-def drafting(**methods: Any) -> type[Drafter]:
+def drafting(**methods):
     return type("Mine", (Last,), methods)
 
 
-def keeps(self: Any, key: Any, tokens: Any) -> None:
+def keeps(self, key, tokens):
     self.texts[key] = tokens
 
 
-def learns_of_the_past(self: Any, key: Any, depth: int) -> Draft:
+def learns_of_the_past(self, key, depth):
     self.seen = getattr(self, "seen", set()) | {key[0]}
     return Draft([len(self.seen)] * depth, 0.0)
 
 
-def grows_old(self: Any, *_: Any) -> None:
+def grows_old(self, *_):
     self.old = True
 
 
-def drafts_its_age(self: Any, key: Any, depth: int) -> Draft:
+def drafts_its_age(self, key, depth):
     return Draft([1 + hasattr(self, "old")] * depth, 0.0)
 
 
@@ -258,7 +258,7 @@ BROKEN_DRAFTERS = {
 
 
 @pytest.mark.parametrize("fact", BROKEN_DRAFTERS)
-def test_drafter_that_breaks_promise_is_found_out(fact: str):
+def test_drafter_that_breaks_promise_is_found_out(fact):
     check_drafter(Last)
     check_drafter(NgramDrafter())
     with refused(AssertionError, naming=(fact,)):
@@ -266,10 +266,10 @@ def test_drafter_that_breaks_promise_is_found_out(fact: str):
 
 
 class Halves(Placement):
-    def __init__(self, place: Any) -> None:
+    def __init__(self, place):
         self.rule, self.calls = place, 0
 
-    def place(self, workload: Any, workers: int, history: Any) -> Any:
+    def place(self, workload, workers, history):
         self.calls += 1
         return self.rule(self, [list(range(w, len(workload), workers)) for w in range(workers)], history)
 
@@ -283,7 +283,7 @@ BROKEN_PLACEMENTS = {
 
 
 @pytest.mark.parametrize("fact", BROKEN_PLACEMENTS)
-def test_placement_that_breaks_promise_is_found_out(fact: str):
+def test_placement_that_breaks_promise_is_found_out(fact):
     check_placement(Halves(lambda self, queues, history: queues))
     with refused(AssertionError, naming=(fact,)):
         check_placement(Halves(BROKEN_PLACEMENTS[fact]))
@@ -300,16 +300,16 @@ class Cost(LinearIteration):
     __slots__ = ()
 
 
-def cost_model(part: str, value: Any) -> type[CostModel]:
+def cost_model(part, value):
     """A cost model whose iterations have `part` replaced by what `value` makes of the right value."""
 
-    def broken(self: Any, *args: Any) -> Any:
+    def broken(self, *args):
         return value(getattr(LinearIteration, part)(self, *args))
 
     cls = type("Broken", (Cost,), {"__slots__": (), part: broken})
 
     class Mine(LinearCosts):
-        def iteration(self, strategy: Strategy, **asked: Any) -> Any:
+        def iteration(self, strategy, **asked):
             right = super().iteration(strategy, **asked)
             return cls(**{name: getattr(right, name) for name in LinearIteration.__dataclass_fields__})
 
@@ -321,32 +321,32 @@ NUMBERS = iter(range(10_000_000))
 
 
 class NotACost(LinearCosts):
-    def iteration(self, strategy: Strategy, **asked: Any) -> Any:
+    def iteration(self, strategy, **asked):
         return 0.01
 
 
 class Deaf(LinearCosts):
-    def iteration(self, strategy: Strategy, **asked: Any) -> Any:
+    def iteration(self, strategy, **asked):
         return super().iteration(strategy)
 
 
 class Ignorant(LinearCosts):
-    def iteration(self, strategy: Strategy, **asked: Any) -> Any:
+    def iteration(self, strategy, **asked):
         raise ConfigError("not known")
 
 
 class Rising(LinearCosts):
-    def prefill_s(self, tokens: float) -> float:
+    def prefill_s(self, tokens):
         return tokens * tokens
 
 
 class Drafting(LinearCosts):
-    def iteration(self, strategy: Strategy, **asked: Any) -> Any:
+    def iteration(self, strategy, **asked):
         asked["tokens_to_verify"] = asked.get("tokens_to_verify", strategy.tokens_to_verify)
         return super().iteration(Strategy.chain("ngram", 2), **asked)
 
 
-BROKEN_COSTS: dict[str, Any] = {
+BROKEN_COSTS = {
     "IterationCost": lambda: NotACost(**SECONDS),
     "tokens_to_verify": lambda: Deaf(**SECONDS),
     "plain decoding, which": lambda: Ignorant(**SECONDS),
@@ -362,34 +362,34 @@ BROKEN_COSTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("fact", BROKEN_COSTS)
-def test_cost_model_that_breaks_promise_is_found_out(fact: str):
+def test_cost_model_that_breaks_promise_is_found_out(fact):
     check_costs(lambda: LinearCosts(**SECONDS))
     with refused(AssertionError, naming=(fact,)):
         check_costs(BROKEN_COSTS[fact])
 
 
 class Same(AcceptanceModel):
-    def survival(self, strategy: Strategy, requests: Any) -> Any:
+    def survival(self, strategy, requests):
         return requests.alike(0.5 ** np.arange(1.0, strategy.reach + 1))
 
 
 class Each(AcceptanceModel):
     varies_by = "request"
 
-    def survival(self, strategy: Strategy, requests: Any) -> Any:
+    def survival(self, strategy, requests):
         late = 1 / (1 + requests.generated_tokens)
         return np.stack([np.exp(-i * late) for i in range(1, strategy.reach + 1)], axis=1)
 
 
-def accepting(base: type[Any], **members: Any) -> Any:
+def accepting(base, **members):
     return type("Mine", (base,), members)
 
 
-def survival_of(change: Any) -> Any:
+def survival_of(change):
     return accepting(Each, survival=lambda self, *asked: change(Each.survival(self, *asked)))
 
 
-BROKEN_ACCEPTANCE: dict[str, Any] = {
+BROKEN_ACCEPTANCE = {
     "drafted": accepting(Same, num_drafted=lambda self, strategy: 0.1),
     "num_drafted of": accepting(Same, num_drafted=lambda self, strategy: 99.0),
     "varies_by must": accepting(Each, varies_by="weather"),
@@ -406,14 +406,14 @@ BROKEN_ACCEPTANCE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("fact", BROKEN_ACCEPTANCE)
-def test_acceptance_model_that_breaks_promise_is_found_out(fact: str):
+def test_acceptance_model_that_breaks_promise_is_found_out(fact):
     check_acceptance(Same)
     check_acceptance(Each)
     with refused(AssertionError, naming=(fact,)):
         check_acceptance(BROKEN_ACCEPTANCE[fact])
 
 
-def test_broken_part_is_refused_where_it_is_used(own: str):
+def test_broken_part_is_refused_where_it_is_used(own):
     for load, part in ((load_costs, Rising), (load_acceptance, BROKEN_ACCEPTANCE["rises"])):
         with refused(ConfigError, naming=("contract",)):
             load(part(**SECONDS) if part is Rising else part)  # type: ignore[operator]

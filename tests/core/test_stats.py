@@ -11,7 +11,6 @@ from scipy.stats import kendalltau, t
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.stats import (
-    Interval,
     intraclass_correlation,
     kendall_tau,
     mean_interval,
@@ -25,11 +24,11 @@ from tltlab.stats import (
 TIMES = st.lists(st.floats(0.5, 100), min_size=2, max_size=12)
 
 
-def interval(a: object, b: object, seed: int = 0, **options: object) -> Interval:
+def interval(a, b, seed=0, **options):
     return paired_interval(a, b, rng=np.random.default_rng(seed), **options)  # type: ignore[arg-type]
 
 
-def covered(truth: float, num_pairs: int, trials: int = 200) -> float:
+def covered(truth, num_pairs, trials=200):
     """Share of intervals that hold the truth, on pairs of lognormal step times with a common part."""
     rng = np.random.default_rng(1)
     hits = 0
@@ -73,7 +72,7 @@ def test_pairs_make_it_narrower_than_their_shuffle():
 
 
 @given(TIMES, st.sampled_from([0.25, 2.0, 1024.0]))
-def test_a_change_of_unit_leaves_the_ratio(a: list[float], unit: float):
+def test_a_change_of_unit_leaves_the_ratio(a, unit):
     b = [1 + x * 0.9 + i % 3 for i, x in enumerate(a)]
     plain = interval(a, b, num_resamples=200)
     scaled = interval([x * unit for x in a], [x * unit for x in b], num_resamples=200)
@@ -81,7 +80,7 @@ def test_a_change_of_unit_leaves_the_ratio(a: list[float], unit: float):
 
 
 @given(TIMES)
-def test_the_interval_holds_between_the_extreme_pairs(a: list[float]):
+def test_the_interval_holds_between_the_extreme_pairs(a):
     b = [1 + x * 0.9 + i % 3 for i, x in enumerate(a)]
     ratios = np.array(a) / np.array(b)
     found = interval(a, b, num_resamples=200)
@@ -91,7 +90,7 @@ def test_the_interval_holds_between_the_extreme_pairs(a: list[float]):
 @pytest.mark.parametrize(
     ("a", "b", "value"), [([3.0, 1.0, 8.5], [3.0, 1.0, 8.5], 1.0), ([0.3, 0.9, 2.1], [0.1, 0.3, 0.7], 3.0)]
 )
-def test_constant_pairs_have_no_interval_width(a: list[float], b: list[float], value: float):
+def test_constant_pairs_have_no_interval_width(a, b, value):
     found = interval(a, b)
     assert found.low == found.high == found.estimate == pytest.approx(value)
     assert found.method == "percentile"
@@ -131,7 +130,7 @@ def test_the_seed_and_the_level_make_the_interval():
         ([1.0, 2.0], [1.0, 2.0], {"num_resamples": 0}, ("num_resamples",)),
     ],
 )
-def test_bad_input_is_a_sentence(a: object, b: object, options: dict[str, object], message: tuple):
+def test_bad_input_is_a_sentence(a, b, options, message):
     with refused(ConfigError, naming=message):
         interval(a, b, **options)
 

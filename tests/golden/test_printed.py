@@ -4,8 +4,6 @@ Seconds of this machine, its environment, sizes of pages and temporary paths are
 differ by 1 %, as processors round differently. Other tests check facts and leave sentences alone.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -18,7 +16,7 @@ TINY = "traces/tiny"
 GEOMETRIC = ("--acceptance", "geometric:0.7")
 BY_DRAFTER = ("--acceptance", "learned=geometric:0.7,ngram=geometric:0.42,suffix=0.57")
 H100 = ("--costs", "h100-qwen2.5-7b")
-COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
+COMMANDS = {
     "overview": (("--help",),),
     "calibrate": (("calibrate", TINY, "--out", "{tmp}/costs.json"),),
     "compare": (
@@ -82,12 +80,12 @@ OF_THIS_MACHINE = (
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_output_is_as_recorded(
-    name: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> None:
+    name,
+    tmp_path,
+    capsys,
+    monkeypatch,
+    request,
+):
     (tmp_path / "traces").symlink_to(Path(__file__).parents[2] / "traces")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
@@ -111,7 +109,7 @@ def test_output_is_as_recorded(
     assert numbers == pytest.approx(golden_numbers, rel=0.01, abs=0.005)
 
 
-def words_and_numbers(text: str) -> tuple[str, list[float]]:
+def words_and_numbers(text):
     """The text with # for each number and one space for several, and the numbers."""
     number = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+)?")
     numbers = [float(each.replace(",", "")) for each in number.findall(text)]

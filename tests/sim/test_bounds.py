@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, count, product
@@ -22,7 +22,6 @@ from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.trace import Trace
 
 from ..traces_of_lengths import of_lengths
 from .workloads import FEW, FREE, HALF, Handing, with_positions
@@ -49,18 +48,18 @@ class Small:
     acceptance: str
     seed: int = 0
 
-    def positions(self, request: int) -> list[int]:
+    def positions(self, request):
         """Drafted tokens that would be accepted at each position, where acceptance is replayed."""
         rng = np.random.default_rng([self.seed, request])
         return [int(x) for x in rng.integers(0, 4, self.lengths[request])]
 
-    def trace(self) -> Trace:
+    def trace(self):
         trace = of_lengths(
             self.lengths, workers=self.workers, prompt_tokens=np.array(self.prompts), max_response_tokens=100
         )
         return with_positions(trace, [self.positions(i) for i in range(len(self.lengths))])
 
-    def gain(self) -> Gain:
+    def gain(self):
         if self.acceptance == "trace":
             rows = [self.positions(i) for i in range(len(self.lengths))]
             return lambda request, generated, s: (
@@ -70,9 +69,7 @@ class Small:
         return lambda request, generated, s: sum(alpha**i for i in range(s.draft_depth + 1))
 
 
-def seconds(
-    costs: LinearCosts, strategies: Sequence[Strategy], strategy: Strategy, batch: int, context: float
-) -> float:
+def seconds(costs, strategies, strategy, batch, context):
     """One iteration, as the command line's documentation has it."""
     total = costs.need("base_s") + costs.need("per_request_s") * batch + costs.need("per_context_s") * context
     total += costs.need("per_token_s") * batch * strategy.tokens_to_verify
@@ -82,7 +79,7 @@ def seconds(
     return total + (costs.need("sd_idle_s") if any(s.speculates for s in strategies) else 0.0)
 
 
-def optimum(small: Small) -> float:
+def optimum(small):
     """Least makespan: every split over the workers and, in each, every choice of batch and strategy, iteration by
     iteration.
 
@@ -92,11 +89,11 @@ def optimum(small: Small) -> float:
     n, gain, costs = len(small.lengths), small.gain(), small.costs
     seats = costs.max_num_seqs or n
 
-    def over(request: int, generated: float) -> bool:
+    def over(request, generated):
         return generated >= small.lengths[request] - 1e-6
 
     @cache
-    def left_s(state: tuple[float | None, ...]) -> float:
+    def left_s(state):
         """Least seconds to the end; a state is the tokens generated per request, None when finished."""
         todo = [i for i, at in enumerate(state) if at is not None]
         if not todo:
@@ -118,7 +115,7 @@ def optimum(small: Small) -> float:
                     best = min(best, now + left_s(tuple(after)))
         return best
 
-    def worker_s(assigned: Sequence[int]) -> float:
+    def worker_s(assigned):
         return left_s(tuple(0.0 if i in assigned else None for i in range(n)))
 
     splits = product(range(small.workers), repeat=n)
@@ -129,7 +126,7 @@ def optimum(small: Small) -> float:
     )
 
 
-RULES: dict[str, Callable[[int, int], int]] = {
+RULES = {
     "first": lambda batch, decisions: 0,
     "last": lambda batch, decisions: -1,
     "deep when alone": lambda batch, decisions: batch == 1,
@@ -137,7 +134,7 @@ RULES: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def simulated(small: Small, rule: str = "last", placement: str = "round_robin") -> tuple[float, float]:
+def simulated(small, rule="last", placement="round_robin"):
     """Makespan and lower bound of one simulation."""
     decisions, chosen = count(1), small.strategies
     policy = Handing(*chosen, rule=lambda state: chosen[RULES[rule](state.batch, next(decisions)) % len(chosen)])
@@ -150,12 +147,12 @@ def simulated(small: Small, rule: str = "last", placement: str = "round_robin") 
     return result.makespan_s, bound_s
 
 
-def costs(**terms: float | int | None) -> LinearCosts:
+def costs(**terms):
     """A cost model in which what is not named is free."""
     return FREE.model_copy(update=terms)
 
 
-def small(*lengths: int, workers: int = 1, prompt: int = 2, **terms: float | int | None) -> Small:
+def small(*lengths, workers=1, prompt=2, **terms):
     """Plain decoding of responses with equal prompts."""
     return Small(
         prompts=(prompt,) * len(lengths), lengths=lengths, costs=costs(**terms), strategies=(NO_SPECULATION,),
@@ -164,7 +161,7 @@ def small(*lengths: int, workers: int = 1, prompt: int = 2, **terms: float | int
 
 
 @st.composite
-def smalls(draw: st.DrawFn) -> Small:
+def smalls(draw):
     lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     prompts = draw(st.lists(st.integers(0, 8), min_size=len(lengths), max_size=len(lengths)))
     return Small(
@@ -192,7 +189,7 @@ def smalls(draw: st.DrawFn) -> Small:
 
 @FEW
 @given(smalls(), st.sampled_from(list(RULES)), st.sampled_from(PLACEMENTS[:4]))
-def test_optimum_lies_between_bound_and_every_simulation(instance: Small, rule: str, placement: str):
+def test_optimum_lies_between_bound_and_every_simulation(instance, rule, placement):
     best = optimum(instance)
     makespan, bound = simulated(instance, rule, placement)
     assert bound <= best * CLOSE
@@ -216,7 +213,7 @@ def test_optimum_lies_between_bound_and_every_simulation(instance: Small, rule: 
         (small(2, 2, 2, workers=2, per_request_s=1e-2), 0.04, 0.03),
     ],
 )
-def test_the_search_finds_what_a_hand_would(instance: Small, optimum_s: float, bound_s: float | None):
+def test_the_search_finds_what_a_hand_would(instance, optimum_s, bound_s):
     assert optimum(instance) == pytest.approx(optimum_s)
     if bound_s is not None:
         assert simulated(instance)[1] == pytest.approx(bound_s, rel=1e-6)
@@ -234,7 +231,7 @@ def test_the_search_finds_what_a_hand_would(instance: Small, optimum_s: float, b
         *(small(4, 4, 4, 4, workers=n, base_s=1e-2, per_request_s=2e-3, max_num_seqs=2) for n in (1, 2)),
     ],
 )
-def test_where_path_or_area_decides_bound_is_optimum(instance: Small):
+def test_where_path_or_area_decides_bound_is_optimum(instance):
     makespan, bound = simulated(instance)
     assert makespan == pytest.approx(optimum(instance), rel=1e-12)
     assert bound == pytest.approx(makespan, rel=1e-6)
@@ -292,7 +289,7 @@ def test_an_envelope_leaves_out_what_lies_above_it():
 
 @pytest.mark.parametrize("acceptance", ["ngram=0.8@1k", "ngram=0.8@3k", "ngram=0.8"])
 @pytest.mark.parametrize("lengths", [[12_000], [300, 4000, 12_000, 9000]])
-def test_a_bound_follows_acceptance_that_falls_with_context(acceptance: str, lengths: list[int]):
+def test_a_bound_follows_acceptance_that_falls_with_context(acceptance, lengths):
     trace = of_lengths(lengths, prompt_tokens=200)
     scenario = Scenario.of(trace, costs=COSTS, acceptance=acceptance, workers=len(lengths))
     for strategies in ((CHAIN,), BOTH):
@@ -303,6 +300,6 @@ def test_a_bound_follows_acceptance_that_falls_with_context(acceptance: str, len
             assert bound_s > 0.97 * rollout_s
 
 
-def simulate_s(scenario: Scenario, strategies: tuple[Strategy, ...], strategy: Strategy) -> float:
+def simulate_s(scenario, strategies, strategy):
     (rollout,) = scenario.rollouts(Handing(*strategies, rule=lambda state: strategy, memoryless=True))
     return rollout.makespan_s

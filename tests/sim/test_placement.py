@@ -12,13 +12,12 @@ import tltlab
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.planning.placement import Placement
-from tltlab.sim.engine.requests import Requests
 from tltlab.sim.placement import PLACEMENTS, place
 
 from .workloads import requests_of
 
 
-def requests(lengths: list[int], prompts: list[int] | int = 10) -> Requests:
+def requests(lengths, prompts=10):
     made = requests_of(lengths, prompts, cap=100)
     return replace(made, recorded_worker=np.where(np.arange(len(made)) == 3, np.nan, made.recorded_worker))
 
@@ -63,7 +62,7 @@ def test_a_users_placement_is_reported_what_came_before():
         result = tltlab.simulate(trace, placement=placement, workers=2)
         assert result.scenario.queues == ([[1, 0], []], [[1, 0], []])
         keys = [(p, s) for _, p, s, _ in result.scenario.steps[0].keys]
-        lengths: dict[str, list[int]] = {}
+        lengths = {}
         for (prompt, _), tokens in zip(keys, (5, 6), strict=True):
             lengths.setdefault(prompt, []).append(tokens)
         assert Reversed.told[-2:] == [{}, lengths]
@@ -71,7 +70,7 @@ def test_a_users_placement_is_reported_what_came_before():
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 6), st.sampled_from(PLACEMENTS[:4]))
-def test_every_request_is_placed_once(lengths: list[int], workers: int, placement: str):
+def test_every_request_is_placed_once(lengths, workers, placement):
     queues = place(requests(lengths), workers, placement)
     assert len(queues) == workers
     assert sorted(r for queue in queues for r in queue) == list(range(len(lengths)))

@@ -20,8 +20,8 @@ from tltlab.costs.stages import (
     served_s,
 )
 from tltlab.errors import ConfigError
-from tltlab.sim import SimResult, simulate
-from tltlab.sim.rl_steps import RunResult, run_steps, summary
+from tltlab.sim import simulate
+from tltlab.sim.rl_steps import run_steps, summary
 from tltlab.sim.topology import Colocated, Pools, Separate, load_topology
 from tltlab.traces import metrics
 from tltlab.traces.lanes import lanes
@@ -36,7 +36,7 @@ STAGES_OF_TWO = StageCosts(
 OVERLAP = Separate(max_staleness=1)
 
 
-def fake_rollout(worker_end_s: list[float], rl_step: int) -> SimpleNamespace:
+def fake_rollout(worker_end_s, rl_step):
     """A rollout of one response per worker, each of as many tokens as its worker takes seconds (at least 1)."""
     tokens = [max(1, int(end)) for end in worker_end_s]
     ids = [f"p{i}" for i in range(len(tokens))]
@@ -53,15 +53,15 @@ def fake_rollout(worker_end_s: list[float], rl_step: int) -> SimpleNamespace:
 
 
 @pytest.fixture(scope="module")
-def tiny() -> SimResult:
+def tiny():
     return simulate(read(TINY), "none")
 
 
-def rollouts(*ends: list[float]) -> SimpleNamespace:
+def rollouts(*ends):
     return SimpleNamespace(rollouts=[fake_rollout(e, k) for k, e in enumerate(ends)], trace=None)
 
 
-def gpu_s(result: RunResult, stage: str) -> tuple[float, float]:
+def gpu_s(result, stage):
     row = result.gpu_s.set_index("stage").loc[stage]
     return float(row["held_gpu_s"]), float(row["idle_gpu_s"])
 
@@ -96,7 +96,7 @@ def test_colocated_gpus_idle_in_bubbles_and_during_rewards():
         ({"reward": RewardCosts(per_response_s=3.0, when="overlapped")}, {}, "reward_s", 3.0),
     ],
 )
-def test_each_stage_takes_what_its_costs_say(terms: dict, options: dict, stage: str, seconds: float):
+def test_each_stage_takes_what_its_costs_say(terms, options, stage, seconds):
     result = run_steps(rollouts([10.0, 2.0]), STAGES_OF_TWO.model_copy(update=terms), **options)
     assert result.steps[stage].tolist() == [seconds]
     engine = [kind for kind in result.spans["detail"].fillna("") if kind.startswith("engine")]
@@ -144,7 +144,7 @@ def test_rollouts_run_ahead_until_the_store_is_full():
     assert summary(result)["updates_behind"] == pytest.approx(18 / 8)
 
 
-def groups_of(*ends: float) -> SimpleNamespace:
+def groups_of(*ends):
     """A rollout of two samples for each prompt, of 100 tokens each: they end one by one."""
     simulated = rollouts(list(ends))
     rows = simulated.rollouts[0].requests.rows
@@ -168,7 +168,7 @@ def test_a_streaming_trainer_takes_groups_as_they_finish():
 
 
 @pytest.mark.parametrize(("reward_s", "begins_s"), [(0.0, 1.0), (0.75, 2.0)])
-def test_a_slower_trainer_never_waits_between_groups(reward_s: float, begins_s: float):
+def test_a_slower_trainer_never_waits_between_groups(reward_s, begins_s):
     """Groups whole at 1 s and 2 s, graded 0.75 s a response one by one: the first one's are at 2 s."""
     costs = STREAM.model_copy(update={"reward": RewardCosts(per_response_s=reward_s)})
     streamed = run_steps(groups_of(0.5, 1.0, 1.5, 2.0), costs, topology=Separate(), streamed=True)
@@ -263,7 +263,7 @@ def test_every_gpu_second_is_accounted_for_and_repeats(ends, stages, topology):
 
 
 @pytest.mark.parametrize("topology", [Colocated(), Separate(), OVERLAP])
-def test_a_simulation_becomes_a_trace_with_stages(tiny: SimResult, topology):
+def test_a_simulation_becomes_a_trace_with_stages(tiny, topology):
     result = run_steps(tiny, STAGES_OF_TWO, topology=topology)
     trace = result.trace
     assert trace.manifest.kind == "simulated"

@@ -1,9 +1,6 @@
 """`simulate`: worked examples, its inputs and their defaults, and what it writes."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,17 +19,16 @@ from tltlab.planning.composition import Admission, EarlierEpoch
 from tltlab.policies.policy import Activation, Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import FixedSpec
-from tltlab.sim import Scenario, SimResult, SimulationConfig, simulate
+from tltlab.sim import Scenario, SimulationConfig, simulate
 from tltlab.sim.cli.simulate import simulate as command
 from tltlab.sim.engine import record
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.study.compare import compare
 from tltlab.sim.study.what_if import what_if
 from tltlab.sim.tuning.tune import TuneConfig, tune
-from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces import metrics
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import read
 
 from ..traces_of_lengths import of_lengths
 from .workloads import COSTS, FREE, ONE_SECOND, TINY, Handing, with_positions
@@ -46,16 +42,16 @@ PREFILLING = COSTS.model_copy(update={"prefill_per_token_s": 1e-3})
 TRACE = log_normal(prompts=6, group_size=4, rl_steps=2, median=100, sigma=1.0, cap=800, workers=2)
 
 
-def lengths(*response_tokens: int, workers: int = 1, prompt_tokens: int = 10, cap: int = 1000) -> Trace:
+def lengths(*response_tokens, workers=1, prompt_tokens=10, cap=1000):
     return of_lengths(response_tokens, workers=workers, prompt_tokens=prompt_tokens, max_response_tokens=cap)
 
 
-def with_acceptance(trace: Trace) -> Trace:
+def with_acceptance(trace):
     rng = np.random.default_rng(0)
     return with_positions(trace, [rng.integers(0, 5, n) for n in trace.outcomes["response_tokens"]])
 
 
-def fixed(strategy: Strategy = CHAIN, threshold: int | None = None) -> Policy:
+def fixed(strategy=CHAIN, threshold=None):
     active = None if threshold is None else Activation(max_requests=threshold, hold_iterations=0)
     return Policy(selector=FixedSpec(strategy=strategy), activation=active)
 
@@ -148,7 +144,7 @@ def test_a_response_aborted_at_once_takes_no_time():
     ("response_tokens", "workers", "idle"),
     [((4, 2), 2, [["worker 1", 2.0, 2.0]]), ((50,), 3, [["worker 1", 0.0, 50.0], ["worker 2", 0.0, 50.0]])],
 )
-def test_idle_workers_are_bubbles(response_tokens: tuple[int, ...], workers: int, idle: list[list]):
+def test_idle_workers_are_bubbles(response_tokens, workers, idle):
     result = simulate(lengths(*response_tokens, workers=workers), costs=ONE_SECOND)
     spans = result.trace.spans.query("kind == 'idle'")
     assert spans[["lane", "t_start", "duration"]].values.tolist() == idle
@@ -166,7 +162,7 @@ def test_idle_workers_are_bubbles(response_tokens: tuple[int, ...], workers: int
         pytest.param({"policy": fixed(), "spot": "tlt"}, id="idle workers train"),
     ],
 )
-def test_the_summary_equals_the_traces_metrics(settings: dict[str, Any], monkeypatch):
+def test_the_summary_equals_the_traces_metrics(settings, monkeypatch):
     result = simulate(TRACE, acceptance="geometric:0.7", **{"costs": PREFILLING, **settings})
     with monkeypatch.context() as without_tables:
         without_tables.setattr(record, "tables", None)
@@ -179,7 +175,7 @@ def test_the_summary_equals_the_traces_metrics(settings: dict[str, Any], monkeyp
 
 
 @pytest.mark.parametrize("rl_steps", [None, [1]])
-def test_tables_may_be_in_any_order(rl_steps: list[int] | None):
+def test_tables_may_be_in_any_order(rl_steps):
     outcomes = TRACE.outcomes.sample(frac=1.0, random_state=0)
     mixed = simulate(TRACE.replace(outcomes=outcomes), "none", costs=COSTS, rl_steps=rl_steps)
     in_order = simulate(TRACE, "none", costs=COSTS, rl_steps=rl_steps)
@@ -187,7 +183,7 @@ def test_tables_may_be_in_any_order(rl_steps: list[int] | None):
     assert mixed.trace.outcomes.equals(in_order.trace.outcomes)
 
 
-def test_the_same_seed_writes_the_same_bytes(tmp_path: Path):
+def test_the_same_seed_writes_the_same_bytes(tmp_path):
     written, how = [], {"acceptance": "geometric:0.6", "mode": "sampled", "seed": 3, "record_iterations": True}
     for name in ("a", "b"):
         folder = simulate(TRACE, "beg-mab", costs=COSTS, **how).trace.write(tmp_path / name)
@@ -213,9 +209,9 @@ def test_rewards_are_those_of_the_recorded_run():
 
 
 def test_a_policy_is_asked_one_iteration_ahead():
-    running: list[list[tuple[str, float]]] = []
+    running = []
 
-    def look(state: StepState) -> Strategy:
+    def look(state):
         running.append([(request.prompt_id, request.generated_tokens) for request in state.requests])
         return CHAIN
 
@@ -260,7 +256,7 @@ def test_decisions_are_recorded_with_their_rewards():
 
 
 @pytest.mark.parametrize("trace", ["", "trace"])
-def test_a_trace_brings_its_costs_and_acceptance(tmp_path: Path, trace: str):
+def test_a_trace_brings_its_costs_and_acceptance(tmp_path, trace):
     lengths(8).write(tmp_path / "it" / trace)
     ONE_SECOND.write(tmp_path / "it" / "costs.json")
     (tmp_path / "it" / "acceptance.json").write_text('{"kind": "constant", "tokens": 4.0}')
@@ -306,7 +302,7 @@ def test_plain_decoding_ignores_acceptance():
         ({"trace": TRACE.replace(outcomes=TRACE.outcomes.query("rl_step == 0"))}, ("rl_step", 1)),
     ],
 )
-def test_impossible_simulations_are_refused(options: dict[str, Any], message: tuple):
+def test_impossible_simulations_are_refused(options, message):
     with refused(ConfigError, naming=message):
         simulate(**{"trace": TRACE} | options)
 
@@ -317,13 +313,13 @@ def test_a_single_response_meets_its_bound():
         assert result.summary["regret"] == pytest.approx(0, abs=0.01)
 
 
-def test_the_command_prints_the_summary(tmp_path: Path, capsys):
+def test_the_command_prints_the_summary(tmp_path, capsys):
     folder, out = TRACE.write(tmp_path / "trace"), tmp_path / "out"
     options = {"strategy": "4,1,5", "sd_threshold": 4, "acceptance": "geometric:0.7", "rl_steps": "1:2"}
     command(folder, out=out, as_json=True, **options)
     printed = capsys.readouterr()
     shown = json.loads(printed.out)
-    expected: SimResult = simulate(TRACE, fixed(threshold=4), acceptance="geometric:0.7", rl_steps=[1])
+    expected = simulate(TRACE, fixed(threshold=4), acceptance="geometric:0.7", rl_steps=[1])
     assert printed.err == ""
     assert shown["makespan_s"] == expected.summary["makespan_s"]
     assert set(shown) == {*expected.summary, "another_rl_step", "speedup"}
@@ -350,13 +346,13 @@ def test_the_command_prints_the_summary(tmp_path: Path, capsys):
         ({"max_staleness": 1}, ("--stages",)),
     ],
 )
-def test_the_command_refuses_bad_input(tmp_path: Path, options: dict[str, Any], message: tuple):
+def test_the_command_refuses_bad_input(tmp_path, options, message):
     folder = TRACE.write(tmp_path / "trace")
     with refused(ConfigError, naming=message):
         command(trace=folder, **options)
 
 
-def test_the_command_simulates_whole_rl_steps(tmp_path: Path, capsys):
+def test_the_command_simulates_whole_rl_steps(tmp_path, capsys):
     TRACE.write(tmp_path / "t")
     command(tmp_path / "t", costs="cpu-small", stages="cpu-small", as_json=True, out=tmp_path / "out")
     whole = json.loads(capsys.readouterr().out)
@@ -379,7 +375,7 @@ def test_a_lower_cap_is_in_the_trace():
     assert trace.workload["max_response_tokens"].max() == 50
 
 
-def test_a_simulation_never_replaces_a_recording(tmp_path: Path):
+def test_a_simulation_never_replaces_a_recording(tmp_path):
     folder = TRACE.write(tmp_path / "trace")
     with refused(ConfigError):
         command(folder, costs="cpu-small", out=folder)
@@ -407,8 +403,8 @@ def test_makespans_have_the_error_of_their_costs():
     assert (unknown["costs"], unknown["acceptance"]) == ("linear", None)
 
 
-def test_a_simulation_takes_what_its_run_accepted(tmp_path: Path):
-    setting: dict[str, Any] = {"costs": COSTS, "mode": "sampled"}
+def test_a_simulation_takes_what_its_run_accepted(tmp_path):
+    setting = {"costs": COSTS, "mode": "sampled"}
     run = simulate(TRACE, fixed(), **setting, acceptance="geometric:0.6", record_iterations=True).trace
     again = simulate(run, fixed(), **setting)
     assert again.summary["mean_accept_length"] == pytest.approx(metrics.mean_accept_length(run), rel=0.02)
@@ -464,7 +460,7 @@ def test_recorded_acceptance_adds_up():
     assert metrics.mean_accept_length(result.trace) == pytest.approx(result.summary["mean_accept_length"])
 
 
-def test_drafter_is_what_it_is_by_any_name(tmp_path: Path):
+def test_drafter_is_what_it_is_by_any_name(tmp_path):
     trace = read("traces/tiny")
     settings = {"costs": "h100-qwen2.5-7b", "acceptance": "geometric:0.7"}
     kinds = {"recent": {"kind": "suffix"}, "head": {"kind": "learned", "method": "mtp"}, "both": {"kind": "hybrid"}}
@@ -511,13 +507,13 @@ def test_acceptance_states_what_drafters_of_other_names_are():
 class Ngarm(Selector):
     strategies = (Strategy.chain("ngarm", 4),)
 
-    def choose(self, state: StepState) -> Strategy:
+    def choose(self, state):
         return self.strategies[0]
 
 
 @pytest.mark.parametrize("policy", ["ngarm:4", Strategy.chain("ngarm", 4), Ngarm], ids=("text", "strategy", "class"))
 @pytest.mark.parametrize("ask", [simulate, lambda *args, **options: compare(args[0], [args[1]], **options)])
-def test_an_unknown_drafter_is_refused(ask: Callable[..., Any], policy: Any):
+def test_an_unknown_drafter_is_refused(ask, policy):
     with refused(ConfigError, naming=("'ngarm'", "'ngram'")):
         ask("traces/tiny", policy, acceptance="geometric:0.7")
 
@@ -538,7 +534,7 @@ def test_an_unknown_drafter_is_refused(ask: Callable[..., Any], policy: Any):
     ],
     ids=["tune", "what-if", "tree", "two kinds by one name"],
 )  # fmt: skip
-def test_what_no_drafter_of_run_drafts_is_refused(ask: Callable[[], Any], naming: tuple):
+def test_what_no_drafter_of_run_drafts_is_refused(ask, naming):
     with refused(ConfigError, naming=naming):
         ask()
 

@@ -1,6 +1,6 @@
 """Requests, costs and ways to ask that the simulator's tests share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,10 +16,8 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import NoneSpec
 from tltlab.sim.engine.requests import Requests
-from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.schema import KEY
-from tltlab.traces.trace import Trace
 
 FEW = settings(max_examples=settings.default.max_examples // 3)
 HALF = settings(max_examples=settings.default.max_examples // 2)
@@ -43,18 +41,16 @@ TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
 class Ruled(Selector):
     """Chooses by a rule, and remembers the states that it was asked in and the outcomes that it was told."""
 
-    def __init__(
-        self, strategies: tuple[Strategy, ...], rule: Callable[[StepState], Strategy], *, memoryless: bool = False
-    ) -> None:
+    def __init__(self, strategies, rule, *, memoryless=False):
         self.strategies, self.rule, self.memoryless = strategies, rule, memoryless
-        self.states: list[StepState] = []
-        self.outcomes: list[StepOutcome] = []
+        self.states = []
+        self.outcomes = []
 
-    def choose(self, state: StepState) -> Strategy:
+    def choose(self, state):
         self.states.append(state)
         return self.rule(state)
 
-    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+    def observe(self, choice, outcome):
         self.outcomes.append(outcome)
 
 
@@ -65,36 +61,32 @@ class Handing(Policy):
     _strategies: tuple[Strategy, ...] = PrivateAttr()
     _built: list[Ruled] = PrivateAttr(default_factory=list)
 
-    def __init__(
-        self, *strategies: Strategy, rule: Callable[[StepState], Strategy] | None = None, memoryless: bool = False
-    ) -> None:
+    def __init__(self, *strategies, rule=None, memoryless=False):
         super().__init__(selector=NoneSpec())
         self._strategies = strategies
         self._make = partial(Ruled, strategies, rule or (lambda state: strategies[-1]), memoryless=memoryless)
 
     @property
-    def strategies(self) -> tuple[Strategy, ...]:
+    def strategies(self):
         return self._strategies
 
     @property
-    def built(self) -> list[Ruled]:
+    def built(self):
         return self._built
 
-    def build(self, rng: np.random.Generator | None = None) -> Ruled:
+    def build(self, rng=None):
         self._built.append(self._make())
         return self._built[-1]
 
 
-def up_to(most: int, chain: Strategy, *, memoryless: bool = True) -> Ruled:
+def up_to(most, chain, *, memoryless=True):
     """A selector that speculates with one chain while at most `most` requests run."""
     return Ruled(
         (NO_SPECULATION, chain), lambda state: chain if state.batch <= most else NO_SPECULATION, memoryless=memoryless
     )
 
 
-def requests_of(
-    lengths: Sequence[int], prompts: Sequence[int] | int = 20, *, cap: int = 8192, group: int = 1
-) -> Requests:
+def requests_of(lengths, prompts=20, *, cap=8192, group=1):
     """RL step 0 with responses of these lengths; `group` of them to a prompt, recorded on workers 0 and 1 in turn."""
     n = len(lengths)
     return Requests(
@@ -109,13 +101,13 @@ def requests_of(
     )
 
 
-def with_positions(trace: Trace, positions: Sequence[Sequence[int]], drafter: str = "ngram") -> Trace:
+def with_positions(trace, positions, drafter="ngram"):
     """The trace with what would have been accepted, of 8 drafted tokens, at each position of each response."""
     table = trace.outcomes[list(KEY)].assign(drafter=drafter, drafter_age=0, max_depth=8)
     return trace.replace(acceptance=table.assign(accept_if_drafted=[np.array(p, np.uint8) for p in positions]))
 
 
-def typed(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+def typed(capsys, *args):
     """Exit code, standard output and standard error of a command line."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Ints
-from tltlab.errors import TraceError
+from tltlab.errors import ConfigError, TraceError, did_you_mean
 from tltlab.records import frozen
 
 from .length_table import max_entropy_lengths, tables_of_lengths
@@ -87,10 +87,31 @@ def _form(form: Mapping[str, str], **more: Any) -> Form:
     return Form(begins=re.compile(form["begins"]), items=form["items"], **more)
 
 
-_NO_FIELDS = ("marks", "lines", "within")
 _TABLE = tomllib.loads(files(__package__).joinpath("frameworks.toml").read_text(encoding="utf-8"))
-_ROWS = {row["name"]: row for row in _TABLE["framework"]}
-FRAMEWORKS = tuple(Framework.of(row, _ROWS) for row in _TABLE["framework"])
+_NO_FIELDS = ("marks", "lines", "within")
+_KEYS = frozenset((*_TABLE["any"]["keys"], *_NO_FIELDS, *STAGES))
+
+
+def frameworks_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Framework, ...]:
+    """Return the frameworks of the rows of a table. ConfigError names the faulty row, by its name or number from 1."""
+    named, made = {row.get("name", ""): row for row in rows}, []
+    for number, row in enumerate(rows, 1):
+        where = f"frameworks.toml: entry {row.get('name', number)}"
+        for key in row:
+            if key not in _KEYS:
+                raise ConfigError(f"{where}: no field is named {key!r}{did_you_mean(key, _KEYS)}")
+        if "as" in row and row["as"] not in named:
+            raise ConfigError(f"{where}: as = {row['as']!r} is no entry")
+        try:
+            made.append(Framework.of(row, named))
+        except KeyError as error:
+            raise ConfigError(f"{where}: {error} is missing") from error
+        except re.error as error:
+            raise ConfigError(f"{where}: {error.pattern!r} is no regular expression: {error}") from error
+    return tuple(made)
+
+
+FRAMEWORKS = frameworks_of(_TABLE["framework"])
 FORMS = (
     *(form for framework in FRAMEWORKS for form in framework.forms),
     *map(_form, _TABLE["any"]["lines"]),

@@ -1,14 +1,12 @@
 """Traces of made-up rows."""
 
-from __future__ import annotations
-
 import pandas as pd
 
 from tltlab.traces.schema import TABLES
 from tltlab.traces.trace import Manifest, Trace
 
 
-def trace_of(num_workers: int = 2, **tables: list[dict]) -> Trace:
+def trace_of(num_workers=2, **tables):
     """A trace of some tables' rows; columns that a row leaves out are 0, or unknown where they may be."""
     steps = sorted({row["rl_step"] for rows in tables.values() for row in rows})
     key = [{"rl_step": step, "prompt_id": "p", "sample": 0, "turn": 0} for step in steps]

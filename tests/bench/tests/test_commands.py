@@ -1,7 +1,5 @@
 """`tltlab bench commands`: which figures there are, not how large they are."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -16,7 +14,7 @@ from tltlab.errors import ConfigError
 FIGURES = ("wall_s", "cpu_s", "peak_bytes")
 
 
-def bench(*options: str) -> dict:
+def bench(*options):
     found = CliRunner().invoke(app, ["commands", "--rounds", "1", "--json", *options])
     assert found.exit_code == 0, found.output
     return json.loads(found.stdout)
@@ -46,6 +44,6 @@ def test_commands_are_measured_against_floor_and_base():
     ("sizes", "only", "naming"),
     [(["tiny"], ["simluate"], ("--only", "simluate", "simulate")), (["tyni"], [], ("--sizes", "tyni", "tiny"))],
 )
-def test_an_unknown_command_or_size_is_refused(sizes: list[str], only: list[str], naming: tuple[str, ...]):
+def test_an_unknown_command_or_size_is_refused(sizes, only, naming):
     with refused(ConfigError, naming=naming):
         commands.bench_commands(sizes, only)

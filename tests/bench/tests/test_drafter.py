@@ -1,10 +1,7 @@
 """The benchmark of the adaptive drafter: figures from made-up traces, parts that need no engine, its command."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +29,7 @@ from tltlab.stats import mean_of_few
 from .made_traces import trace_of
 
 
-def iteration(rl_step: int, accepted: list[int], *, drafted: int | None = None, worker: int = 0, **more) -> dict:
+def iteration(rl_step, accepted, *, drafted=None, worker=0, **more):
     depth = more.get("draft_depth", 4)
     return {
         "rl_step": rl_step, "worker": worker, "drafter": "learned", "draft_depth": depth, "batch": len(accepted),
@@ -42,7 +39,7 @@ def iteration(rl_step: int, accepted: list[int], *, drafted: int | None = None, 
     }  # fmt: skip
 
 
-def numbered(rows: list[dict]) -> list[dict]:
+def numbered(rows):
     return [{"iteration": n, **row} for n, row in enumerate(rows)]
 
 
@@ -68,7 +65,7 @@ def test_a_position_counts_if_earlier_ones_were_accepted():
     assert by_position([AcceptedDrafts(rl_step=0, drafts=2, kept=(0, 0))]) == [0.0, None]
 
 
-def annotation(rl_step: int, updates: int, kept: list[int], **more) -> dict:
+def annotation(rl_step, updates, kept, **more):
     return {
         "rl_step": rl_step, "prompt_id": "p", "sample": 0, "turn": 0, "drafter": "learned", "drafter_age": 9 - updates,
         "drafter_updates": updates, "max_depth": 2, "accept_if_drafted": kept, **more,
@@ -110,7 +107,7 @@ def test_a_slow_first_case_does_not_widen_intervals():
     assert runs.mean_over_orders(([], [1.0, 2.0, 3.0])).low == pytest.approx(mean_of_few([1.0, 2.0, 3.0]).low)
 
 
-def test_texts_are_the_same_for_the_same_seed(random_model: Path):
+def test_texts_are_the_same_for_the_same_seed(random_model):
     prompts = prompts_of(random_model, "heldout", 4)
     assert len(prompts) == 4
     target, _ = load_target(random_model)
@@ -131,7 +128,7 @@ def test_the_command_knows_every_part_and_key(monkeypatch):
         CliRunner().invoke(bench.app, [*plain, "--parts", "model-free,speed"], catch_exceptions=False)
 
 
-def test_given_sizes_change_the_recipes(random_model: Path, tmp_path: Path):
+def test_given_sizes_change_the_recipes(random_model, tmp_path):
     sizes = changed(BenchSizes(), steps=3, workers=5)
     assert (sizes.steps, sizes.workers, sizes.model) == (3, 5, "small")
     with refused(ConfigError, naming=("report.json",)):

@@ -1,12 +1,9 @@
 """Cost of a run's driver, against scripted engines: bytes and rows that go with tokens, not objects or workers."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -20,11 +17,11 @@ SMALL = DriverCase(workers=2, responses=32, tokens=600, group_size=8, ranks=4, r
 
 
 @pytest.fixture(scope="module")
-def cases() -> list[dict[str, Any]]:
+def cases():
     return [measured(replace(SMALL, workers=workers)) for workers in (2, 6)]
 
 
-def test_traffic_grows_with_tokens_not_with_workers(cases: list[dict[str, Any]]):
+def test_traffic_grows_with_tokens_not_with_workers(cases):
     few, many = ({name: n / case["tokens"] for name, n in case["bytes"].items()} for case in cases)
     for name in ("worker.generate returns", "ray.put", "rewards"):
         assert few[name] == pytest.approx(many[name], rel=0.15), name
@@ -33,7 +30,7 @@ def test_traffic_grows_with_tokens_not_with_workers(cases: list[dict[str, Any]])
     assert sum(few.values()) < 45
 
 
-def test_a_rank_is_sent_its_own_samples(cases: list[dict[str, Any]]):
+def test_a_rank_is_sent_its_own_samples(cases):
     for case in cases:
         num = case["workers"] * SMALL.responses
         assert num / SMALL.ranks * 0.8 < case["rank_samples"] < num / SMALL.ranks * 1.2
@@ -56,7 +53,7 @@ def test_the_driver_makes_no_object_per_token():
     assert received == rollout
 
 
-def test_the_command_prints_seconds_and_bytes_by_part(capsys: pytest.CaptureFixture[str]):
+def test_the_command_prints_seconds_and_bytes_by_part(capsys):
     with pytest.raises(SystemExit) as end:
         main(["bench", "driver", "--fast", "--workers", "2", "--reward-processes", "0", "--json"])
     assert not end.value.code

@@ -1,11 +1,7 @@
 """`tltlab bench gpu`: its rows are kept as they come, and its parts run on whatever device there is."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +11,7 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.engine.vllm import starting, uncompiled
 
 
-def measured(part: str, model: Path, out: Path | None = None, **options: Any) -> dict[str, Any]:
+def measured(part, model, out=None, **options):
     settings = {
         "batches": [2],
         "rounds": 1,
@@ -26,23 +22,23 @@ def measured(part: str, model: Path, out: Path | None = None, **options: Any) ->
     return gpu.bench_gpu(part, model, out=out, **settings)
 
 
-def test_shape_is_what_transformers_reads_as_that_model(tmp_path: Path):
+def test_shape_is_what_transformers_reads_as_that_model(tmp_path):
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(gpu.shape("Qwen2.5-1.5B", tmp_path / "shape", layers=2))
     assert (config.hidden_size, config.num_hidden_layers, config.num_key_value_heads) == (1536, 2, 2)
 
 
-def test_model_that_is_not_there_is_one_sentence(tmp_path: Path):
+def test_model_that_is_not_there_is_one_sentence(tmp_path):
     with refused(ConfigError, naming=("config.json",)):
         measured("seam", tmp_path)
 
 
-def test_rows_are_in_file_before_next_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_are_in_file_before_next_engine_starts(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     out, lengths = tmp_path / "rows.json", []
 
-    def engine(part: str, arguments: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+    def engine(part, arguments, environment):
         lengths.append(len(json.loads(out.read_text())["rows"]) if out.exists() else 0)
         return {"failed": "Traceback\nOut of memory"} if len(lengths) == 1 else {"seconds": 1.0, "tokens_per_s": {}}
 
@@ -59,7 +55,7 @@ def test_a_failed_engine_reports_from_its_process():
 
 
 @pytest.mark.engine
-def test_engines_measure_the_seam_of_stock_and_policy(random_model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_engines_measure_the_seam_of_stock_and_policy(random_model, monkeypatch):
     monkeypatch.setattr(gpu, "SEAM_MODES", gpu.SEAM_MODES[:2])
     # In this process and uncompiled: on a CPU either would else take most of a minute.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -1,7 +1,5 @@
 """Policies over regimes: all of them against the best fixed strategy in hindsight."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 
 from bench import contest
 from bench.contest import ADAPTIVE, ORACLE, SOURCES, by_part, judged, verdict
-from bench.regimes import PARTS, PolicyRegime, best_fixed, lasting, regimes
+from bench.regimes import PARTS, best_fixed, lasting, regimes
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import load_policy
@@ -19,16 +17,16 @@ TRACES = Path(__file__).parents[3] / "traces"
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, PolicyRegime]:
+def found():
     return {regime.name: regime for regime in regimes(TRACES, 2)}
 
 
 @pytest.fixture(scope="module")
-def of_tiny(found: dict[str, PolicyRegime]) -> dict[str, dict]:
+def of_tiny(found):
     return {row["policy"]: row for row in judged(found["tiny"], [0])}
 
 
-def test_regimes_that_change_have_phases(found: dict[str, PolicyRegime]):
+def test_regimes_that_change_have_phases(found):
     assert len(found) >= 12
     assert {"tiny", "gcd-small", "subset-sum-small", "h100-smoke"} <= set(found)
     for name in ("drafter improves", "drafter goes stale", "machine slows down"):
@@ -47,7 +45,7 @@ def test_selectors_live_through_all_phases():
     assert built[0] is not built[1]
 
 
-def test_every_policy_is_held_against_best_fixed_strategy(found: dict[str, PolicyRegime], of_tiny):
+def test_every_policy_is_held_against_best_fixed_strategy(found, of_tiny):
     tiny, rows = found["tiny"], of_tiny
     assert set(rows) == set(SOURCES)
     best, seconds = best_fixed(tiny, [0])
@@ -59,14 +57,14 @@ def test_every_policy_is_held_against_best_fixed_strategy(found: dict[str, Polic
 
 
 @pytest.mark.parametrize(("ratios", "words"), [((0.9, 1.01), "it clears"), ((0.9, 1.03), "does not clear")])
-def test_the_verdict_goes_by_the_worst_regime(ratios: tuple[float, float], words: str):
+def test_the_verdict_goes_by_the_worst_regime(ratios, words):
     row = {"over_oracle": 1.01}
     rows = [row | {"regime": f"r{i}", "policy": ADAPTIVE, "ratio": ratio} for i, ratio in enumerate(ratios)]
     text = verdict(pd.DataFrame([*rows, row | {"regime": "r0", "policy": "goodput", "ratio": 0.85}]))
     assert all(fact in text for fact in (words, "(r1)", "goodput"))
 
 
-def test_the_parts_of_a_rollout_add_up(found: dict[str, PolicyRegime]):
+def test_the_parts_of_a_rollout_add_up(found):
     tiny = found["tiny"]
     rows = by_part(tiny, [ADAPTIVE, "none"], 0)
     assert set(rows["part"]) == set(PARTS)

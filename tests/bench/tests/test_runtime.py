@@ -1,7 +1,5 @@
 """The runtime benchmark: what is measured of a rollout, how modes are compared and judged, and a small run of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.engine.generation import GenerationResponse, Rollout
 
 
-def row(mode: str, kind: str, seconds: float, tail_seconds: float, *, epoch: int = 1, round: int = 1) -> ModeRollout:
+def row(mode, kind, seconds, tail_seconds, *, epoch=1, round=1):
     return ModeRollout(
         mode=mode, kind=kind, epoch=epoch, round=round, num_responses=16, seconds=seconds, num_tokens=1000,
         plain_s=1.0, tail_seconds=tail_seconds, tail_tokens=60, tail_plain_s=0.5, num_pairs=10,
@@ -23,7 +21,7 @@ def row(mode: str, kind: str, seconds: float, tail_seconds: float, *, epoch: int
     )  # fmt: skip
 
 
-def rollout(lengths: list[int], finishes: list[float], iterations: list[dict]) -> Rollout:
+def rollout(lengths, finishes, iterations):
     responses = [
         GenerationResponse(
             key=(0, "p", n, 0), token_ids=[5] * length, logprobs=[], finish_reason="stop", t_first_token=0, t_finish=end
@@ -40,7 +38,7 @@ def rollout(lengths: list[int], finishes: list[float], iterations: list[dict]) -
     )
 
 
-def iteration(t_start: float, generated: int, drafted: int, accepted: list[int]) -> dict:
+def iteration(t_start, generated, drafted, accepted):
     return {
         "t_start": t_start, "num_generated": generated, "num_drafted": drafted, "num_accepted": sum(accepted),
         "accepted_per_request": accepted,
@@ -72,7 +70,7 @@ def test_tail_begins_when_fewer_than_eighth_run():
     assert (found.num_pairs, found.num_accepted) == (17, 18)
 
 
-def judged(adaptive_s: float, adaptive_tail_s: float, static_s: float) -> dict[tuple[str, int], bool]:
+def judged(adaptive_s, adaptive_tail_s, static_s):
     rows = []
     for epoch in (1, 2):
         for n in (1, 2, 3):
@@ -106,13 +104,13 @@ def test_goals_need_the_ratio_and_certainty():
     ("wrong", "message"),
     [({"rounds": 0}, ("1",)), ({"prompts": 33}, ("32",)), ({"draft": Path("nowhere")}, ("config",))],
 )
-def test_wrong_settings_are_named_before_an_engine_starts(random_model: Path, wrong: dict, message: tuple):
+def test_wrong_settings_are_named_before_an_engine_starts(random_model, wrong, message):
     with refused(ConfigError, naming=message):
         bench_runtime(random_model, progress=lambda said: None, **wrong)
 
 
 @pytest.mark.engine
-def test_every_mode_runs_in_every_epoch_and_round(random_model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_mode_runs_in_every_epoch_and_round(random_model, monkeypatch):
     monkeypatch.setattr(run, "BLOCK_S", 0.02)
     monkeypatch.setattr(run, "OFF_TOKENS", 16)
     found = bench_runtime(

@@ -1,15 +1,10 @@
 """`tltlab bench seam`: its rows come from a real scheduler, and what is bounded in them is counted."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from bench import seam
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.tracker import Scheduled
 from tltlab.runtime.engine.vllm import starting
 
 
@@ -39,7 +34,7 @@ def test_every_kind_of_case_runs_with_vllm():
 
 
 @pytest.mark.engine
-def test_the_context_is_that_of_the_current_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_context_is_that_of_the_current_batch(tmp_path, monkeypatch):
     monkeypatch.setattr(seam, "RESPONSE_TOKENS", 40)
     monkeypatch.setattr(seam, "PROMPT_TOKENS", 8)
     policy = seam._policy("fixed", drafting=True)
@@ -49,7 +44,7 @@ def test_the_context_is_that_of_the_current_batch(tmp_path: Path, monkeypatch: p
         control, contexts = played.control, []
         scheduled = control.scheduled
 
-        def check(what: Scheduled) -> int:
+        def check(what):
             live = [control.live[name] for name in what.request_ids]
             contexts.append((what.context_tokens, sum(len(one.prompt) + len(one.output) for one in live)))
             return int(scheduled(what))

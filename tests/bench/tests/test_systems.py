@@ -1,12 +1,8 @@
 """The benchmarks of batch sizes and of systems: figures from made-up readings, recipes, and one engine."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +19,7 @@ from tltlab.planning.systems import SYSTEMS
 from tltlab.runtime.models.make import Size
 
 
-def visits(tokens_per_s: float, picks: str, rounds: int = 8) -> list[dict[str, Any]]:
+def visits(tokens_per_s, picks, rounds=8):
     """Visits at so many tokens per second, give or take one in a hundred."""
     noise = np.random.default_rng(int(tokens_per_s)).normal(1, 0.01, rounds)
     return [
@@ -50,7 +46,7 @@ def test_other_rounds_name_the_best_fixed_policy():
     assert of_best(np.ones(2), np.array([[1.1, 1.0], [1.0, 1.1]]))["ratio"] == 1.0
 
 
-def test_systems_and_folders_are_checked_before_an_engine(tmp_path: Path):
+def test_systems_and_folders_are_checked_before_an_engine(tmp_path):
     with refused(ConfigError, naming=("rhymerl", "rank_groups")):
         bench_systems(["rhymerl"], FULL, model=None, out=tmp_path, seed=0, progress=quiet)
     (tmp_path / "runs").mkdir()
@@ -78,14 +74,14 @@ def test_few_prompts_widen_the_difference_of_rewards():
     assert (found["system"], found["over"], found["seeds"], found["equal"]) == ("tlt", "verl", 3, False)
 
 
-def test_every_system_that_can_run_is_a_recipe(tmp_path: Path):
+def test_every_system_that_can_run_is_a_recipe(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     (model / "report.json").write_text(json.dumps({"reward": "a:b"}))
     (model / "train.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(60)))
     sizes = replace(FULL, prompts_per_step=4, group_size=4)
 
-    def recipe(name: str) -> Any:
+    def recipe(name):
         return recipe_for(sizes, SYSTEMS[name], model, tmp_path / "head", tmp_path / "runs" / name, 0)
 
     with refused(ConfigError, naming=("open-r1", "cluster.gpus_per_node")):
@@ -102,7 +98,7 @@ def test_every_system_that_can_run_is_a_recipe(tmp_path: Path):
 
 
 @pytest.mark.engine
-def test_forced_batches_run_every_policy(random_model: Path):
+def test_forced_batches_run_every_policy(random_model):
     found = bench_batch_size(
         random_model, ["ngram:8", "beg-mab"], [1, 6], rounds=1, tokens=32, warm_up=4, seed=0, progress=quiet
     )
@@ -115,7 +111,7 @@ def test_forced_batches_run_every_policy(random_model: Path):
 
 @pytest.mark.engine
 @pytest.mark.usefixtures("one_ray")
-def test_what_cannot_run_is_named_beside_what_ran(tmp_path: Path):
+def test_what_cannot_run_is_named_beside_what_ran(tmp_path):
     size = Size(hidden=64, layers=1, mlp=64, steps=40, measured_prompts=2, samples_per_prompt=2)
     model = made_model(tmp_path / "model", quiet, size=size)
     sizes = replace(FAST, steps=3, max_response_tokens=32, heldout=4)

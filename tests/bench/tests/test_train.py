@@ -1,7 +1,5 @@
 """The benchmark against TRL: what a user writes for both, figures from made-up runs, and a small run of both."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -46,24 +44,24 @@ SAME_SAMPLES = Path(__file__).with_name("trl_same_samples.py")
 LINES = {OURS: 21, DEFAULTS: 28, VLLM: 32}
 
 
-def quiet(_: str) -> None: ...
+def quiet(_): ...
 
 
-def block(side: str, seconds: list[float], **more) -> SideRun:
+def block(side, seconds, **more):
     n = len(seconds)
     stages = {"rollout_s": [0.5 * s for s in seconds], "rest_s": [0.5 * s for s in seconds]} if side == OURS else {}
     return SideRun(side=side, seed=0, seconds=seconds, rewards=[0.25] * n, lengths=[60.0] * n, stages=stages, **more)
 
 
-def arguments(script: str) -> dict[str, object]:
+def arguments(script):
     """The settings that a script gives TRL."""
-    given: dict[str, object] = {}
+    given = {}
     config = script.split("args=GRPOConfig(", 1)[1].split("\n    ),", 1)[0]
     exec(f"given.update(dict({config}))", {"given": given})
     return given
 
 
-def test_the_recipe_is_valid_and_equals_trls_script(tmp_path: Path):
+def test_the_recipe_is_valid_and_equals_trls_script(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(recipe_text(replace(SETTING, policy="beg-mab", seed=7)))
     recipe = load_recipe(path)
@@ -87,7 +85,7 @@ def test_the_recipe_is_valid_and_equals_trls_script(tmp_path: Path):
     )  # fmt: skip
 
 
-def test_trls_vllm_mode_corrects_as_our_recipe_does(tmp_path: Path):
+def test_trls_vllm_mode_corrects_as_our_recipe_does(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(recipe_text(SETTING))
     train = load_recipe(path).train
@@ -136,7 +134,7 @@ def test_equal_rewards_of_few_prompts_keep_intervals_wide():
     assert (one["seeds"], one["equal"], one["difference"]["high"]) == (1, None, None)
 
 
-def test_a_tltlab_step_lasts_until_the_next(tmp_path: Path):
+def test_a_tltlab_step_lasts_until_the_next(tmp_path):
     starts, rollouts = [0.5, 5.0, 8.0], [2.0, 1.0, 1.5]
     keys = [{"rl_step": step, "prompt_id": "p", "sample": n, "turn": 0} for step in range(3) for n in range(2)]
     trace_of(
@@ -156,7 +154,7 @@ def test_a_tltlab_step_lasts_until_the_next(tmp_path: Path):
     assert found.rewards == [0.5, 0.5, 0.5]
 
 
-def test_folders_without_trl_and_files_are_refused(tmp_path: Path):
+def test_folders_without_trl_and_files_are_refused(tmp_path):
     with refused(ConfigError, naming=("--no-deps", "trl==")):
         bench_train(FAST, trl=tmp_path / "nothing", out=tmp_path / "out", progress=quiet)
     assert not (tmp_path / "out").exists(), "nothing is made before"
@@ -168,7 +166,7 @@ def test_folders_without_trl_and_files_are_refused(tmp_path: Path):
         CliRunner().invoke(bench.app, ["train", "--out", str(tmp_path / "file")], catch_exceptions=False)
 
 
-def test_trl_logs_one_entry_per_rl_step(tmp_path: Path):
+def test_trl_logs_one_entry_per_rl_step(tmp_path):
     from bench.train.trl import Clock
 
     clock = Clock(tmp_path / "times.json")
@@ -185,7 +183,7 @@ def test_trl_logs_one_entry_per_rl_step(tmp_path: Path):
     assert all(seconds > 0 for seconds in found["seconds"])
 
 
-def test_a_failed_trl_run_ends_with_its_output(random_model: Path, tmp_path: Path):
+def test_a_failed_trl_run_ends_with_its_output(random_model, tmp_path):
     setting = replace(SETTING, model=random_model)
     # Importing these takes seconds, and nothing of them is reached.
     (tmp_path / "datasets.py").write_text("load_dataset = None")
@@ -197,7 +195,7 @@ def test_a_failed_trl_run_ends_with_its_output(random_model: Path, tmp_path: Pat
 
 @pytest.mark.engine
 @pytest.mark.skipif("TLTLAB_TRL" not in os.environ, reason="TLTLAB_TRL names no folder with TRL (pip install --target)")
-def test_both_train_the_same_model(tmp_path: Path):
+def test_both_train_the_same_model(tmp_path):
     found = bench_train(FAST, trl=Path(os.environ["TLTLAB_TRL"]), out=tmp_path, progress=quiet)
     assert [(side["side"], side["runs"], len(side["rewards"])) for side in found["sides"]] == [
         (OURS, 1, 2), (DEFAULTS, 1, 2),
@@ -213,7 +211,7 @@ def test_both_train_the_same_model(tmp_path: Path):
 
 
 @pytest.mark.skipif("TLTLAB_TRL" not in os.environ, reason="TLTLAB_TRL names no folder with TRL (pip install --target)")
-def test_same_samples_move_weights_as_trl_moves_them(random_model: Path, tmp_path: Path):
+def test_same_samples_move_weights_as_trl_moves_them(random_model, tmp_path):
     recipe, found = tmp_path / "recipe.toml", tmp_path / "found.json"
     setting = replace(SETTING, model=random_model, prompts_per_step=4, max_response_tokens=48, steps=2)
     recipe.write_text(recipe_text(setting))

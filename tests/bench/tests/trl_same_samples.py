@@ -28,13 +28,13 @@ class SamplesGiven(GRPOTrainer):
 
     given: Any
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[Any, None]:
+    def _generate_single_turn(self, prompt_ids, *_, **__):
         samples = next(self.given)
         assert [list(ids) for ids in prompt_ids] == [sample.prompt_token_ids for sample in samples]
         return [sample.token_ids for sample in samples], None
 
 
-def main(recipe_file: Path, out: Path, script: str) -> None:
+def main(recipe_file, out, script):
     recipe = load_recipe(recipe_file)
     rollout, model = recipe.rollout, Path(recipe.model)
     count = rollout.prompts_per_step * recipe.train.steps
@@ -45,7 +45,7 @@ def main(recipe_file: Path, out: Path, script: str) -> None:
     before = trainer.weights()
     generator = torch.Generator().manual_seed(0)
     end, words = trainer.tokenizer.eos_token_id, len(trainer.tokenizer)
-    steps: list[list[Sample]] = []
+    steps = []
     for rl_step in range(recipe.train.steps):
         samples = []
         for group, prompt in enumerate(prompts[rl_step * rollout.prompts_per_step :][: rollout.prompts_per_step]):
@@ -87,7 +87,7 @@ def main(recipe_file: Path, out: Path, script: str) -> None:
     write_json(out, {"moved": _distance(ours, before), "apart": _distance(ours, after)})
 
 
-def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+def _distance(a, b):
     return math.sqrt(sum(float(((a[name] - b[name]).double() ** 2).sum()) for name in a))
 
 

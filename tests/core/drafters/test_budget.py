@@ -21,7 +21,7 @@ from ...contracts import check_budget
 TRIMMED = Strategy("ngram", 8, 1, 5)
 
 
-def state(*recent: float | None) -> StepState:
+def state(*recent):
     requests = [
         RequestState(key=(0, "p", i, 0), prompt_id="p", generated_tokens=9, max_response_tokens=99, recent_acceptance=a)
         for i, a in enumerate(recent)
@@ -29,7 +29,7 @@ def state(*recent: float | None) -> StepState:
     return StepState(rl_step=0, batch=len(requests), requests=requests)
 
 
-def kept(chances: list[float], tokens: tuple[int, ...]) -> float:
+def kept(chances, tokens):
     return sum(sum(c**i for i in range(1, n + 1)) for c, n in zip(chances, tokens, strict=True))
 
 
@@ -47,12 +47,12 @@ def test_shipped_budgets_meet_the_contract(factory):
 
 
 @given(st.lists(st.floats(0, 9), min_size=1, max_size=4), st.integers(1, 4))
-def test_no_other_verification_yields_more_per_second(accepted: list[float], depth: int):
+def test_no_other_verification_yields_more_per_second(accepted, depth):
     """Against every allotment that gives each request a token or nobody any; drafting is paid either way."""
     strategy, batch = Strategy.chain("learned", depth), len(accepted)
     chances = [a / (a + 1) for a in accepted]
 
-    def rate(tokens: tuple[int, ...]) -> float:
+    def rate(tokens):
         return (batch + kept(chances, tokens)) / (4e-3 + 2e-4 * (batch + sum(tokens)) + 1e-3 * depth)
 
     best = max(map(rate, [(0,) * batch, *product(range(1, depth + 1), repeat=batch)]))
@@ -75,7 +75,7 @@ def test_one_lost_draft_ends_no_marginal_benefits():
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 17))
-def test_no_other_way_to_share_out_keeps_more(chances: list[float], depth: int, total: int):
+def test_no_other_way_to_share_out_keeps_more(chances, depth, total):
     given_ = share_out(np.array(chances), depth, total)
     assert given_.sum() == min(total, depth * len(chances))
     assert given_.max() <= depth
@@ -116,12 +116,12 @@ CALLS = count()
 class Broken(UniformBudget):
     """Halves its drafts after every other request that it hears of, and keeps the contract except `kind`."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         self.kind, self.heard = kind, 0
 
-    def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+    def allot(self, state, strategy):
         right = [n // (self.heard % 2 + 1) for n in super().allot(state, strategy)]
-        wrong: dict[str, list] = {
+        wrong = {
             "floats": [float(n) for n in right],
             "too deep": [n + 9 for n in right],
             "below 0": [-n for n in right],
@@ -132,15 +132,15 @@ class Broken(UniformBudget):
         }
         return wrong.get(self.kind, right)
 
-    def finished(self, request: RequestState, *, drafted: int, accepted: int) -> None:
+    def finished(self, request, *, drafted, accepted):
         assert 0 <= accepted <= drafted
         self.heard += 1
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self):
         kept = {"a tuple": (self.heard,), "an array": np.int64(self.heard)}.get(self.kind, self.heard)
         return {} if self.kind == "no state" else {"heard": kept}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         if self.kind != "deaf":
             self.heard = state.get("heard", self.heard)
 
@@ -161,7 +161,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("kind", "fact"), FAULTS.items())
-def test_the_contract_check_finds_what_is_broken(kind: str, fact: str):
+def test_the_contract_check_finds_what_is_broken(kind, fact):
     check_budget(lambda: Broken("right"))
     with refused(AssertionError, naming=(fact,)):
         check_budget(lambda: Broken(kind))

@@ -34,7 +34,7 @@ def test_the_optimum_keeps_the_conditions_of_karush_kuhn_and_tucker(requests, to
     on_line = drafts > 0
     np.testing.assert_allclose(needed[on_line], passes, rtol=1e-6)
 
-    def price(at: float) -> float:
+    def price(at):
         """What one pass less costs at N = `at`: drafts, minus the passes of the target that they replace."""
         late = lengths > at
         left = (reach - 1 + at / lengths)[late]
@@ -59,16 +59,16 @@ def test_bounds_on_a_pass_move_the_finish_line():
 # The budget
 
 
-def request(prompt: str, generated: int, sample: int = 0) -> RequestState:
+def request(prompt, generated, sample=0):
     key = (0, prompt, sample, 0)
     return RequestState(key=key, prompt_id=prompt, generated_tokens=generated, max_response_tokens=8192)
 
 
-def state(*requests: RequestState) -> StepState:
+def state(*requests):
     return StepState(rl_step=0, batch=len(requests), requests=requests)
 
 
-def taught(**settings) -> LengthAwareBudget:
+def taught(**settings):
     """It has seen short, middling and long prompts, four responses of each."""
     budget = LengthAwareBudget(**settings)
     for sample in range(4):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tltlab.drafters.budget import LengthClasses
 
 
-def learned(*finished: tuple[str, int], **settings) -> LengthClasses:
+def learned(*finished, **settings):
     classes = LengthClasses(**settings)
     for prompt, tokens in finished:
         classes.finished(prompt, tokens)
@@ -20,7 +20,7 @@ def learned(*finished: tuple[str, int], **settings) -> LengthClasses:
 THREE = [("a", 10), ("b", 100), ("c", 1000)] * 4
 
 
-def expect(classes: LengthClasses, prompt: str, generated: float) -> tuple[int, float]:
+def expect(classes, prompt, generated):
     found = classes.expect([prompt], np.array([generated]))
     assert found is not None
     return int(found[0][0]), float(found[1][0])
@@ -56,12 +56,12 @@ def test_uncounted_responses_survive_json():
     st.sampled_from("abcde"),
     st.integers(0, 45),
 )
-def test_expectations_are_those_of_counting_by_hand(finished: list[tuple[str, int]], prompt: str, generated: int):
+def test_expectations_are_those_of_counting_by_hand(finished, prompt, generated):
     classes = learned(*finished)
     borders = np.quantile([n for _, n in finished], (1 / 3, 2 / 3), method="higher")
     of = [sum(n >= b for b in borders) for _, n in finished]
 
-    def start(name: str, but: int | None = None) -> int | None:
+    def start(name, but=None):
         votes = [c for i, ((p, _), c) in enumerate(zip(finished, of, strict=True)) if p == name and i != but]
         return max(votes, key=lambda c: (votes.count(c), c)) if votes else None
 

@@ -30,24 +30,6 @@ def test_a_scope_selects_the_text_for_drafts(scope, from_siblings):
     assert drafter.propose(B, 1).tokens == [7]
 
 
-# "2 3" was followed by 8 twice, but "1 2 3" by 4.
-LONGER = [9, 2, 3, 8, 7, 2, 3, 8, 1, 2, 3, 4, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "settings", "depth", "draft"),
-    [
-        pytest.param([1, 2, 3, 1, 2], {}, 4, [3, 1, 2, 3], id="a repetition is continued"),
-        pytest.param(LONGER, {"max_match": 3}, 1, [4], id="the longest match wins"),
-        pytest.param(LONGER, {"max_match": 2}, 1, [8], id="the longest match within max_match"),
-    ],
-)
-def test_it_drafts_what_most_often_followed(tokens, settings, depth, draft):
-    assert drafter_of(tokens, **settings).propose(A, depth).tokens == draft
-    prompted = told(NgramDrafter(**settings), A, tokens[2:], prompt=tokens[:2])
-    assert prompted.propose(A, depth).tokens == draft, "a prompt is drafted from too"
-
-
 def test_prompt_counts_once_however_many_samples_share_it():
     drafter = NgramDrafter(max_match=2)
     for sample in range(4):

@@ -28,25 +28,6 @@ def test_it_meets_the_contract_of_drafters(scopes, length):
     check_drafter(lambda: SuffixDrafter(scopes, window=None, length=length, history_mib=0.01))
 
 
-# "2 3" was followed by 8 three times of five, "1 2 3" by 4 once of two.
-OFTEN = [2, 3, 8, 7, 2, 3, 8, 6, 2, 3, 8, 1, 2, 3, 4, 1, 2, 3]
-# After "1 2": 3 in three cases of four; after "1 2 3" three different tokens.
-UNLIKELY = [1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3, 9, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "settings", "depth", "draft", "expected"),
-    [
-        pytest.param([1, 2, 3, 1, 2], {}, 2, [3, 1], 1.0, id="a repetition, whose running end counts"),
-        pytest.param(OFTEN, {}, 1, [8], 3 / 5, id="the highest expectation wins"),
-        pytest.param(OFTEN, {"min_match": 3}, 1, [4], 1 / 2, id="among the lengths that may match"),
-        pytest.param(UNLIKELY, {"min_token_prob": 0.3}, 2, [3], 3 / 4, id="a draft ends where its path is unlikely"),
-    ],
-)
-def test_it_drafts_what_most_likely_follows(tokens, settings, depth, draft, expected):
-    assert told(SuffixDrafter(**settings), A, tokens).propose(A, depth) == Draft(draft, pytest.approx(expected))
-
-
 def test_all_scopes_are_searched_and_first_wins_tie():
     drafter = SuffixDrafter(("group", "global"))
     told(drafter, B, [1, 2, 3])

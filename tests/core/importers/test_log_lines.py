@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.refused import refused
-from tltlab.errors import TraceError
+from tltlab.errors import ConfigError, TraceError
 from tltlab.importers.metrics_log import records_of
 from tltlab.importers.sources import import_dump
-from tltlab.importers.step_metrics import FRAMEWORKS, StepMetrics, steps_of
+from tltlab.importers.step_metrics import FRAMEWORKS, StepMetrics, frameworks_of, steps_of
 
 Values = dict[tuple[int, str], float]
 LINES = {
@@ -151,6 +151,21 @@ def test_frameworks_call_a_field_by_their_names(tmp_path: Path, name: str) -> No
         for field, value in (pair.split("=") for pair in FIELDS[name].split()):
             assert step.get(field) == pytest.approx(float(value)), field
         assert step.get("mean") or step.get("tokens_per_s")
+
+
+@pytest.mark.parametrize(
+    ("row", "facts"),
+    [
+        ({"name": "Ours", "marks": ["^ours/"], "rolout_s": ["ours/generate"]}, ("entry Ours", "rolout_s", "rollout_s")),
+        ({"name": "Ours"}, ("entry Ours", "marks")),
+        ({"marks": ["^ours/"]}, ("entry 2", "name")),
+        ({"name": "Ours", "marks": ["^ours/("]}, ("entry Ours", "^ours/(")),
+        ({"name": "Ours", "marks": ["^ours/"], "as": "Theirs"}, ("entry Ours", "Theirs")),
+    ],
+)
+def test_a_wrong_entry_of_the_table_is_named(row, facts):
+    with refused(ConfigError, naming=("frameworks.toml", *facts)):
+        frameworks_of([{"name": "verl", "marks": ["^timing_s/"]}, row])
 
 
 @pytest.mark.parametrize("name", [*LINES, "key=value"])

@@ -1,7 +1,6 @@
 """Adaptive: learns what iterations take and bring, and then drafts what is best."""
 
 import json
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,8 +9,8 @@ from tltlab.costs.base import LinearCosts
 from tltlab.policies.adaptive import Adaptive
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import AdaptiveSpec
-from tltlab.state import Choice, StepOutcome
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.state import StepOutcome
+from tltlab.strategy import NO_SPECULATION
 from tltlab.testing import check_selector
 
 from .iterations import at, pick, teach
@@ -25,18 +24,16 @@ COSTS = LinearCosts(
 class World:
     """Decoding where each drafted token is kept with a chance by drafter and iterations take what `costs` say."""
 
-    def __init__(self, kept: dict[str, float], costs: LinearCosts = COSTS, seed: int = 0) -> None:
+    def __init__(self, kept, costs=COSTS, seed=0):
         self.kept, self.costs, self.rng = kept, costs, np.random.default_rng(seed)
 
-    def seconds(self, strategy: Strategy, batch: int) -> float:
+    def seconds(self, strategy, batch):
         return self.costs.iteration(strategy).seconds(batch, 500.0 * batch)
 
-    def tokens(self, strategy: Strategy) -> float:
+    def tokens(self, strategy):
         return 1.0 + sum(self.kept[strategy.drafter] ** i for i in range(1, strategy.draft_depth + 1))
 
-    def decode(
-        self, policy: Adaptive, iterations: int, batch: int, rl_step: int = 0, after: Callable = lambda choice: None
-    ) -> tuple[float, list[Strategy]]:
+    def decode(self, policy, iterations, batch, rl_step=0, after=lambda choice: None):
         """Let the policy choose; the share of time that its choices lost, and they. `after` sees each of them."""
         lost, total, chosen = 0.0, 0.0, []
         takes = {s: self.seconds(s, batch) for s in policy.strategies}
@@ -57,7 +54,7 @@ class World:
         return lost / total, chosen
 
 
-def adaptive(*drafters: str, **settings) -> Adaptive:
+def adaptive(*drafters, **settings):
     return Adaptive(drafters or ("ngram",), **({"rng": np.random.default_rng(3)} | settings))
 
 
@@ -65,13 +62,13 @@ def adaptive(*drafters: str, **settings) -> Adaptive:
     ("drafters", "settings"),
     [(("learned", "suffix"), {"switch_s": 0.05}), (("ngram",), {"max_depth": 1}), (("ngram",), {"exploration": 0.0})],
 )
-def test_it_meets_the_contract_of_selectors(drafters: tuple[str, ...], settings: dict):
+def test_it_meets_the_contract_of_selectors(drafters, settings):
     check_selector(lambda rng: Adaptive(drafters, rng=rng, **settings))
 
 
 @pytest.mark.parametrize("kept", [0.05, 0.5, 0.85])
 @pytest.mark.parametrize("batch", [1, 8, 64])
-def test_it_finds_the_best_strategy(kept: float, batch: int):
+def test_it_finds_the_best_strategy(kept, batch):
     world, policy = World({"ngram": kept}), adaptive()
     world.decode(policy, 600, batch)
     lost, _ = world.decode(policy, 1500, batch)
@@ -86,7 +83,7 @@ def test_drafts_not_found_cost_what_was_verified():
     rng, policy = np.random.default_rng(5), adaptive("suffix")
     found, depth = {8: 0.9, 96: 0.05}, np.arange(9)
 
-    def seconds(batch: int, drafted: float | np.ndarray, deep: int | np.ndarray) -> float | np.ndarray:
+    def seconds(batch, drafted, deep):
         tokens = COSTS.per_request_s * batch + COSTS.per_token_s * (batch + drafted)
         return COSTS.base_s + tokens + (deep > 0) * (COSTS.sd_base_s + COSTS.draft_level_s * deep)
 
@@ -139,7 +136,7 @@ def test_propensities_are_the_chances_that_were_drawn_from():
     world.decode(policy, 300, 8)
     drawn, tried = [], []
 
-    def look(choice: Choice) -> None:
+    def look(choice):
         index, total = policy.strategies.index(choice.strategy), policy.chances_[-1]
         chance = policy.chances_[index] - (policy.chances_[index - 1] if index else 0.0)
         assert choice.propensity == pytest.approx(1.0 - total if index == policy.best_ else chance)

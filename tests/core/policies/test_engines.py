@@ -8,7 +8,7 @@ from tltlab.testing import check_selector
 from .iterations import pick, ran, teach
 
 
-def depth_after(policy: AcceptedThresholds, accepted: float, times: int, batch: int = 2) -> int:
+def depth_after(policy, accepted, times, batch=2):
     """The depth that a policy arrives at when drafts are kept to at most `accepted` tokens."""
     for _ in range(times):
         strategy = pick(policy, batch)
@@ -21,7 +21,7 @@ def test_they_meet_the_contract_of_selectors():
 
 
 @pytest.mark.parametrize(("accepted", "batch", "depth"), [(7, 2, 7), (0, 2, 1), (2, 2, 3), (7, 64, 0)])
-def test_thresholds_follow_what_is_kept_in_small_batches(accepted: float, batch: int, depth: int):
+def test_thresholds_follow_what_is_kept_in_small_batches(accepted, batch, depth):
     assert depth_after(AcceptedThresholds(), accepted, 200, batch) == depth
 
 

@@ -21,12 +21,12 @@ COSTS = LinearCosts(
 )  # fmt: skip
 
 
-def goodput(*strategies: Strategy, **settings) -> Goodput:
+def goodput(*strategies, **settings):
     settings = {"epsilon": 0.0, "rng": np.random.default_rng(0)} | settings
     return Goodput(strategies or CHAINS, COSTS, **settings)
 
 
-def keep(policy: Goodput, strategy: Strategy, chance: float, times: int, batch: int = 8, seed: int = 1) -> None:
+def keep(policy, strategy, chance, times, batch=8, seed=1):
     """Tell `policy` of iterations that kept each token of the draft with `chance` while all before it were kept."""
     rng = np.random.default_rng(seed)
     for _ in range(times):
@@ -41,11 +41,11 @@ def test_it_meets_the_contract_of_selectors():
 
 
 @given(st.floats(0.05, 0.95), st.integers(1, 256), st.floats(0, 1e6))
-def test_it_chooses_what_brute_force_finds_best(chance: float, batch: int, context: float):
+def test_it_chooses_what_brute_force_finds_best(chance, batch, context):
     policy = goodput(prior=chance)
     chain = sum(chance**i for i in range(1, 9))
 
-    def rate(strategy: Strategy) -> float:
+    def rate(strategy):
         tokens = 1.0 + sum(chance**i for i in range(1, strategy.draft_depth + 1))
         return batch * tokens / COSTS.iteration(strategy, drafter_loaded=True).seconds(batch, context)
 
@@ -69,7 +69,7 @@ def test_it_learns_what_each_position_brings(prior, drafted, chance, asked, toke
 
 
 @pytest.mark.parametrize("chance", [0.4, 0.6, 0.8])
-def test_expected_values_teach_what_their_samples_would(chance: float):
+def test_expected_values_teach_what_their_samples_would(chance):
     """The simulator's fluid mode reports the mean; from it the shallower chains must not look too good."""
     policy, means = goodput(window=10_000), {d: sum(chance**i for i in range(1, d + 1)) for d in (1, 2, 4, 8)}
     for _ in range(200):

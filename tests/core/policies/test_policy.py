@@ -15,7 +15,7 @@ from tltlab.own import code_allowed
 from tltlab.policies.bandits import Ucb1
 from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import SHIPPED, Activation, Policy, load_policy
-from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec
+from tltlab.policies.specs import BegMabSpec, CustomSpec, FixedSpec
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .iterations import pick
@@ -72,43 +72,6 @@ def test_shipped_policies_draft_with_drafters_that_are_there(name):
     for strategy in policy.strategies:
         assert strategy in [Strategy.chain(d, depth) for d in ("ngram", "suffix") for depth in depths]
         assert strategy.drafter in {*DEFAULT_DRAFTERS, *policy.drafters, "none"}
-
-
-@pytest.mark.parametrize(
-    ("activation", "strategies", "chosen"),
-    [(None, (D4,), D4), (Activation(max_requests=8), (NO_SPECULATION, D4), NO_SPECULATION)],
-)
-def test_with_activation_plain_decoding_is_among_the_strategies(activation, strategies, chosen):
-    policy = Policy(selector=FixedSpec(strategy=D4), activation=activation)
-    assert policy.strategies == strategies
-    assert pick(policy.build(rng()), 512) == chosen
-
-
-def test_the_file_is_the_one_of_the_manual(tmp_path):
-    policy = Policy(
-        selector=BegMabSpec(buckets=(Bucket(min_batch=1, strategies=(D4, NO_SPECULATION)),), epsilon=0.2),
-        activation=Activation(),
-        provenance={"trace": "tiny", "seed": 3},
-    )
-    policy.write(tmp_path / "policy.json")
-    assert json.loads((tmp_path / "policy.json").read_text()) == {
-        "format": "tltlab-policy",
-        "version": 1,
-        "selector": {
-            "kind": "beg-mab",
-            "buckets": [{"min_batch": 1, "strategies": [NGRAM_4, PLAIN]}],
-            "epsilon": 0.2,
-            "window": 300,
-            "reward": "paper",
-            "plain_rate": None,
-            "statistic": "median",
-            "tries": 1,
-        },
-        "activation": {"kind": "elastic", "max_requests": 32, "count": "running", "hold_iterations": 10},
-        "budget": None,
-        "drafters": {},
-        "provenance": {"trace": "tiny", "seed": 3},
-    }
 
 
 def test_all_faults_of_a_file_come_at_once(tmp_path):
@@ -284,23 +247,6 @@ def test_class_is_policy_that_its_path_names(own):
     assert_refused(Local, "Local")
 
 
-def test_a_file_does_not_choose_what_is_imported(own, tmp_path, monkeypatch):
-    """It may be somebody else's; what is typed is one's own."""
-    (tmp_path / f"foreign_{own}.py").write_text(f"from {own} import Halving\nopen('imported', 'w').close()\n")
-    path = write(tmp_path / "p.json", selector={"kind": "custom", "path": f"foreign_{own}:Halving"})
-    monkeypatch.chdir(tmp_path)
-    facts = (path, f"foreign_{own}:Halving", f"--allow-code foreign_{own}")
-    assert_refused(path, *facts)
-    with code_allowed([own]):
-        assert_refused(path, *facts)
-    assert not Path("imported").exists()
-    with code_allowed([f"foreign_{own}"]):
-        assert load_policy(path).selector.path == f"foreign_{own}:Halving"
-    assert Path("imported").exists()
-    monkeypatch.setenv("TLTLAB_ALLOW_CODE", f"this,foreign_{own}")
-    assert load_policy(path).selector.module == f"foreign_{own}"
-
-
 def test_a_module_without_the_class_is_not_imported(own, tmp_path, monkeypatch):
     (tmp_path / f"pack_{own}").mkdir()
     for name in ("__init__", "inner"):
@@ -339,18 +285,18 @@ def test_class_that_cannot_be_policy_is_refused(own, tmp_path, source, facts):
         ("learned:2x4/21", Strategy("learned", 2, 4, 21)),
     ],
 )
-def test_a_strategy_is_read_as_it_is_written(text: str, strategy: Strategy):
+def test_a_strategy_is_read_as_it_is_written(text, strategy):
     assert Strategy.parse(text) == strategy == Strategy.parse(str(strategy))
     assert str(strategy) == {"learned:2x2": "learned:2x2/7"}.get(text, text)
 
 
 @pytest.mark.parametrize("text", ["ngram", "ngram:", "ngram:x", "ngram:4@8", "8,4,48", "learned:8,4,48", "a:2x4/22"])
-def test_what_is_no_strategy_is_refused(text: str):
+def test_what_is_no_strategy_is_refused(text):
     with refused(ConfigError):
         Strategy.parse(text)
 
 
-def test_drafts_in_short_are_policies(tmp_path: Path):
+def test_drafts_in_short_are_policies(tmp_path):
     assert load_policy("ngram:4") == Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4)))
     up_to_eight = load_policy("learned:8x4/48@8")
     assert up_to_eight.activation == Activation(max_requests=8)
@@ -365,7 +311,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest():
 
 
 @pytest.mark.parametrize("text", ["beg-mab", "none", "ngram:4", "ngram:4@16", "learned:8x4/48"])
-def test_a_policy_has_the_name_that_was_typed(text: str):
+def test_a_policy_has_the_name_that_was_typed(text):
     assert load_policy(text).name == text
 
 

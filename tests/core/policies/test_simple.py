@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.policies.bandits import EpsilonGreedy, Hedge, Ucb1
+from tltlab.policies.bandits import Hedge, Ucb1
 from tltlab.policies.policy import SHIPPED
 from tltlab.policies.reward import Reward, Window
 from tltlab.policies.selector import Selector, rng_state, set_rng_state
 from tltlab.policies.simple import AcceptLadder, BatchTable, Explore, bucket_of, checked_thresholds
-from tltlab.state import Choice, StepOutcome, StepState
+from tltlab.state import Choice, StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
 
@@ -142,25 +142,6 @@ def test_ucb1_follows_arm_that_becomes_better_one():
     assert picks[200:].count(SHALLOW) > 80
 
 
-def test_epsilon_greedy_prefers_the_best_arm():
-    bandit = EpsilonGreedy([NO_SPECULATION, SHALLOW, DEEP], epsilon=0.3, rng=np.random.default_rng(0))
-    picks = play(bandit, {NO_SPECULATION: 100.0, SHALLOW: 150.0, DEEP: 120.0}, 3000)
-    # The best arm: 0.7 + 0.3 / 3; the others 0.1 each.
-    assert picks.count(SHALLOW) / 3000 == pytest.approx(0.8, abs=0.03)
-    assert picks.count(DEEP) / 3000 == pytest.approx(0.1, abs=0.02)
-
-
-def test_mean_and_median_differ_on_an_outlier():
-    def favourite(statistic):
-        bandit = EpsilonGreedy([SHALLOW, DEEP], epsilon=0.0, statistic=statistic, rng=np.random.default_rng(0))
-        for elapsed_s in (0.1, 0.1, 0.001):
-            teach(bandit, DEEP, ran(DEEP, 1, elapsed_s))
-            teach(bandit, SHALLOW, ran(SHALLOW, 1, 0.05))
-        return pick(bandit, 1)
-
-    assert (favourite("mean"), favourite("median")) == (DEEP, SHALLOW)
-
-
 OTHER = Strategy.chain("suffix", 8)
 
 
@@ -219,7 +200,7 @@ class Good(Selector):
     def __init__(self):
         self.calls_ = self.seen_ = 0
 
-    def choose(self, state: StepState) -> Strategy:
+    def choose(self, state):
         return self.strategies[state.batch <= 8]
 
 

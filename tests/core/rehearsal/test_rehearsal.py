@@ -1,12 +1,9 @@
 """Rehearsals on real engines of a two-layer shape."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -34,7 +31,7 @@ ARGUMENTS = [
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+def killed(tmp_path_factory):
     """The folder of a `bench gpu quick` killed behind our engine's first rollout, and how many it had played."""
     file = tmp_path_factory.mktemp("rehearsal") / "quick.json"
     out = file.with_suffix("") / "tiny-shape"
@@ -54,7 +51,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 
 @pytest.fixture(scope="module")
-def out(killed: tuple[Path, int]) -> Path:
+def out(killed):
     """The same, gone on with to its end."""
     file = killed[0].parent.with_suffix(".json")
     gpu.bench_quick(["tiny-shape"], batches=BATCHES, rounds=ROUNDS, minutes=5, out=file, progress=quiet)
@@ -62,7 +59,7 @@ def out(killed: tuple[Path, int]) -> Path:
 
 
 @pytest.mark.engine
-def test_what_was_played_stands_when_killed(killed: tuple[Path, int], out: Path):
+def test_what_was_played_stands_when_killed(killed, out):
     rollouts = [row for row in played(out) if row["row"] == "rollout"]
     assert killed[1] >= ROUNDS + 1
     assert sorted(row["rl_step"] for row in rollouts) == list(range(len(POLICIES) * ROUNDS))
@@ -71,7 +68,7 @@ def test_what_was_played_stands_when_killed(killed: tuple[Path, int], out: Path)
 
 
 @pytest.mark.engine
-def test_quick_has_plain_steps_of_both_engines(out: Path):
+def test_quick_has_plain_steps_of_both_engines(out):
     quick = json.loads(out.parent.with_suffix(".json").read_text())
     steps = {(row["engine"], row["batch"]) for row in quick["rows"] if row["row"] == "plain step"}
     assert steps == {(engine, batch) for engine in (STOCK, "ours") for batch in BATCHES}
@@ -82,7 +79,7 @@ def test_quick_has_plain_steps_of_both_engines(out: Path):
 
 
 @pytest.mark.engine
-def test_lengths_are_forced_and_drafts_accepted_at_rates(out: Path):
+def test_lengths_are_forced_and_drafts_accepted_at_rates(out):
     trace = tltlab.read(out)
     lengths = sorted(read_plan(out).lengths[0])
     for _, step in trace.outcomes.groupby("rl_step"):
@@ -102,7 +99,7 @@ def test_lengths_are_forced_and_drafts_accepted_at_rates(out: Path):
 
 
 @pytest.mark.engine
-def test_measured_stands_beside_predicted(out: Path, capsys: pytest.CaptureFixture[str]):
+def test_measured_stands_beside_predicted(out, capsys):
     with pytest.raises(SystemExit) as ended:
         main([*ARGUMENTS, "--out", str(out)])
     assert not ended.value.code
@@ -124,12 +121,12 @@ def test_measured_stands_beside_predicted(out: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.engine
-def test_another_rehearsal_does_not_mix_with_it(out: Path):
+def test_another_rehearsal_does_not_mix_with_it(out):
     with refused(ConfigError, naming=(out, "--out")):
         rehearse(planned(tltlab.read(TINY_TRACE)), out)
 
 
-def test_what_does_not_fit_is_reported(tmp_path: Path):
+def test_what_does_not_fit_is_reported(tmp_path):
     plan, said = planned(tltlab.read(TINY_TRACE)), []
     rehearse(plan, tmp_path / "out", minutes=0.01, report=said.append)
     assert len(said) == 1

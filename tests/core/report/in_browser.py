@@ -1,17 +1,13 @@
 """Chromium without a screen over its DevTools pipe: load pages, run scripts in them and print them."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 _FLAGS = (
@@ -23,11 +19,11 @@ _FLAGS = (
 class Browser:
     """A running Chromium; commands and events are JSON that ends in a zero byte."""
 
-    def __init__(self, to: int, back: int) -> None:
+    def __init__(self, to, back):
         self._to, self._back = to, os.fdopen(back, "rb")
         self._number, self._rest, self.events = 0, b"", []
 
-    def ask(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
+    def ask(self, method, session=None, **parameters):
         """Send a command and return its result; events that arrive before are kept. RuntimeError where it fails."""
         self._number += 1
         command = {"id": self._number, "method": method, "params": parameters}
@@ -38,12 +34,12 @@ class Browser:
             raise RuntimeError(f"{method}: {message['error']}")
         return message["result"]
 
-    def wait(self, event: str) -> None:
+    def wait(self, event):
         """Wait until an event of this name has arrived."""
         while not any(message.get("method") == event for message in self.events):
             self.events.append(self._next())
 
-    def _next(self) -> dict[str, Any]:
+    def _next(self):
         while b"\0" not in self._rest:
             if not (more := self._back.read1(1 << 20)):
                 raise RuntimeError("Chromium has ended")
@@ -53,7 +49,7 @@ class Browser:
 
 
 @contextmanager
-def browser() -> Iterator[Browser]:
+def browser():
     """Start a Chromium with its own profile, and end it."""
     assert CHROMIUM is not None
     (read_to, to), (back, write_back) = os.pipe(), os.pipe()
@@ -73,7 +69,7 @@ def browser() -> Iterator[Browser]:
             os.close(to)
 
 
-def load(chromium: Browser, job: dict[str, Any], dark: bool) -> list[Any]:
+def load(chromium, job, dark):
     """Load a page and return what its scripts evaluate to; nothing may be written to the page's console."""
     target = chromium.ask("Target.createTarget", url="about:blank")["targetId"]
     session = chromium.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -107,7 +103,7 @@ def load(chromium: Browser, job: dict[str, Any], dark: bool) -> list[Any]:
     return answers
 
 
-def in_browser(loads: Sequence[dict[str, Any]], dark: bool = False) -> list[list[Any]]:
+def in_browser(loads, dark=False):
     """Load pages, each {"url", "width", "scripts", optionally "pdf" to write}; the answers of each."""
     with browser() as chromium:
         return [load(chromium, job, dark) for job in loads]

@@ -19,14 +19,13 @@ from tltlab.report.page import POLICY, render
 from tltlab.report.server import Runs, Server
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
-from tltlab.traces.trace import Trace
 
 from ...traces_of_lengths import of_lengths
 
 HOSTILE = "<script>alert(1)</script>"
 
 
-def lengths(*tokens: int, name: str | None = None) -> Trace:
+def lengths(*tokens, name=None):
     trace = of_lengths(tokens, max_response_tokens=100)
     return trace.with_manifest(Manifest(kind="imported", name=name))
 
@@ -56,7 +55,7 @@ def server(folder):
         thread.join()
 
 
-def asked(port: int, target: str, host: str | None = None, method: str = "GET") -> tuple[int, str, dict[str, str]]:
+def asked(port, target, host=None, method="GET"):
     """Status, body and headers of an answer to exactly this request; `host` "" leaves the header out."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:

@@ -233,7 +233,7 @@ def test_perfetto_files_keep_to_the_trace_event_format(tmp_path, kind):
     assert set(whole) == {"displayTimeUnit", "traceEvents"}
     needed = {"M": {"args"}, "X": {"ts", "dur", "cat"}, "C": {"ts", "args"}}
     named = {(e["pid"], e["tid"]) for e in whole["traceEvents"] if e["name"] == "thread_name"}
-    slices: dict[int, list[tuple[float, float]]] = {}
+    slices = {}
     for event in whole["traceEvents"]:
         assert {"ph", "pid", "name", *needed[event["ph"]]} <= set(event)
         assert event.get("ts", 0.0) >= 0

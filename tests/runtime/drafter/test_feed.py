@@ -21,9 +21,9 @@ class Heard:
     """A trainer's end that keeps what it hears."""
 
     def __init__(self, endpoint):
-        self.statuses: list[tuple[int, bool]] = []
-        self.sequences: list[TrainingSequence] = []
-        self.rollout_s: list[float] = []
+        self.statuses = []
+        self.sequences = []
+        self.rollout_s = []
         self.feed = FeedReceiver(endpoint, self._on_status, self.sequences.append)
 
     def _on_status(self, rl_step, busy, rollout_s):

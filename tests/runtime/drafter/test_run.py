@@ -140,7 +140,7 @@ class Story:
         self.run.prepare()
         self.workers = [StandIn(FeedSender(str(self.run.feed(n)))) for n in range(3)]
         self.run.start(self.workers, frozen, asked(self.workers))
-        self.said: list[str] = []
+        self.said = []
 
     @property
     def pids(self):

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
@@ -28,7 +27,7 @@ class Threads:
 
     def __init__(self, world):
         self.world = world
-        self._given: list[Tensor] = []
+        self._given = []
         self._meet = threading.Barrier(world, timeout=300)
 
     def sum(self, tensor):

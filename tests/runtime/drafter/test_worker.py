@@ -38,9 +38,9 @@ class Bench:
         text.head(folder / "target").save(folder / "head")
         self.server = CoordinatorServer(CONFIG.coordinator, f"ipc://{sockets}/c", 3, self._kill)
         self.rendezvous = RendezvousServer()
-        self.trainers: dict[int, SpotTrainer] = {}
-        self.senders: dict[int, FeedSender] = {}
-        self._threads: list[threading.Thread] = []
+        self.trainers = {}
+        self.senders = {}
+        self._threads = []
         self.status(0, 0, busy=True)
 
     def _kill(self, worker):

@@ -30,10 +30,10 @@ class Played:
 
     def __init__(self, control, names="r", max_tokens=100):
         self.control = control
-        self.outputs: dict[str, list[int]] = {name: [] for name in names}
-        self.drafts: dict[str, list[int]] = {}
-        self.depths: list[int] = []
-        self.learned: list[int] = []
+        self.outputs = {name: [] for name in names}
+        self.drafts = {}
+        self.depths = []
+        self.learned = []
         control.begin(0)
         for name, output in self.outputs.items():
             control.add(name, (0, name, 0, 0), [1, 2, 3], output, max_tokens)

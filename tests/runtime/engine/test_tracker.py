@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.runtime.engine.tracker import IterationTracker
-from tltlab.state import NO_CHOICE, Choice, StepOutcome
+from tltlab.state import NO_CHOICE, Choice
 from tltlab.strategy import Strategy
 
 from .asking import scheduled
@@ -18,7 +18,7 @@ class Engine:
 
     def __init__(self, **settings):
         self.now = 50.0
-        self.notified: list[tuple[Choice, StepOutcome]] = []
+        self.notified = []
         self.tracker = IterationTracker(self.notify, worker=2, clock=lambda: self.now, **settings)
         self.tracker.begin(7)
         self.depth = 0

@@ -71,8 +71,8 @@ class ScriptedEngines:
         self.length = length
         self.concurrency = concurrency
         self.version = 0
-        self.asked: list[list[list[GenerationRequest]]] = []
-        self.running: list[list[int]] = [[] for _ in range(num_workers)]
+        self.asked = []
+        self.running = [[] for _ in range(num_workers)]
 
     def share(self, requests):
         cuts = [-(-w * len(requests) // self.num_workers) for w in range(self.num_workers + 1)]

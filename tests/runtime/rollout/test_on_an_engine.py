@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +48,7 @@ class Versions:
 
     def __init__(self, folder):
         self.folder = folder
-        self.models: dict[int, Any] = {}
+        self.models = {}
 
     def __getitem__(self, version):
         if version not in self.models:
@@ -186,7 +185,7 @@ def test_turns_are_drawn_behind_what_tools_say(engine, versions, random_model, t
             assert list(after.observed) == tokenizer.encode("w5 w6", add_special_tokens=False)
             assert after.t_submit >= before.t_finish
             assert after.tool_s is not None
-        text: list[int] = []
+        text = []
         for turn in turns:
             text += [*turn.observed, *turn.token_ids]
             rows = versions.rows(0, request.prompt_token_ids, text)[-len(turn.token_ids) :]

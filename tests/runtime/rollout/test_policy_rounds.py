@@ -1,14 +1,10 @@
 """Policies rolled out on real engines, in turn, and predicted from one another."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 import math
 import time
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import psutil
@@ -29,7 +25,7 @@ NAMES = ["none", "ngram:4@8", "beg-mab"]
 
 
 @pytest.fixture(scope="module")
-def run(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(recipe_file, tmp_path_factory):
     """A RUN of which only what it says of itself is left: its recipe, and that two RL steps were done."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     folder.mkdir()
@@ -39,7 +35,7 @@ def run(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def session(one_ray: None, run: Path) -> tuple[Path, dict[str, Any]]:
+def session(one_ray, run):
     """Three policies, two rounds: the folder of what ran, and what the command printed."""
     out = run.parent / "session"
     printed = io.StringIO()
@@ -54,11 +50,11 @@ def session(one_ray: None, run: Path) -> tuple[Path, dict[str, Any]]:
     return out, json.loads(printed.getvalue())
 
 
-def _contents(folder: Path) -> dict[str, bytes]:
+def _contents(folder):
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def _children() -> set[str]:
+def _children():
     """Kinds of processes below this one that serve engines."""
     names = set()
     for child in psutil.Process().children(recursive=True):
@@ -128,7 +124,7 @@ def test_the_command_states_how_each_policy_was_predicted(session):
     assert {"tltlab", "torch", "ray"} <= set(found["versions"])
 
 
-def rollouts_of(seconds: dict[str, list[float]], **known: Any) -> Agreement:
+def rollouts_of(seconds, **known):
     """Rollouts of policies, round by round, simulated 10 % too long on a machine that was 10 % faster."""
     rows = []
     for name, times in seconds.items():
@@ -163,7 +159,7 @@ def test_one_round_has_no_intervals_and_reports_it():
     assert "0 pairs" in found.text()
 
 
-def test_policies_have_short_names(tmp_path: Path):
+def test_policies_have_short_names(tmp_path):
     listed_policies("none,table")["table"].write(tmp_path / "mine.json")
     found = listed_policies(f"none, ngram:4, ngram:4@8, {tmp_path / 'mine.json'}")
     assert list(found) == ["none", "ngram:4", "ngram:4@8", "mine"]
@@ -189,12 +185,12 @@ LISTS = {
 
 
 @pytest.mark.parametrize("policies", LISTS)
-def test_a_list_of_policies_without_sense_is_refused(policies: str):
+def test_a_list_of_policies_without_sense_is_refused(policies):
     with refused(ConfigError, naming=(LISTS[policies],)):
         listed_policies(policies)
 
 
-def test_drafters_that_cannot_be_are_refused(run: Path):
+def test_drafters_that_cannot_be_are_refused(run):
     told = run_to_verify(run)
     assert told.num_rl_steps == 2
     for policies, fact in (
@@ -206,7 +202,7 @@ def test_drafters_that_cannot_be_are_refused(run: Path):
             all_drafters(told, policies)
 
 
-def test_what_cannot_run_is_refused_before_engine_starts(run: Path, tmp_path: Path):
+def test_what_cannot_run_is_refused_before_engine_starts(run, tmp_path):
     for folder, options, fact in (
         (run, {"policies": "none,table", "out": run}, run),
         (tmp_path, {"policies": "none,table"}, "run.json"),

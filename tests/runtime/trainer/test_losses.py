@@ -251,7 +251,7 @@ def test_parts_of_a_mini_batch_add_up():
     logp, old, ref, each, correction = (torch.randn(40, generator=generator) for _ in range(5))
     weights = torch.rand(40, generator=generator)
 
-    def terms(part: slice):
+    def terms(part):
         return policy_loss(
             logp[part], old[part], each[part], weights[part], clip_low=0.2, clip_high=0.28,
             correction=correction[part].exp(), kl_coef=0.1, ref_logp=ref[part],

@@ -5,14 +5,12 @@ It exists to check the engine: same semantics, written as directly as the text o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from tltlab.costs.base import CostModel
-from tltlab.policies.selector import Selector, chosen
-from tltlab.sim.engine.regime import Regime, Regimes
-from tltlab.sim.engine.requests import Requests
-from tltlab.state import NO_CHOICE, Choice, StepOutcome, StepState
+from tltlab.policies.selector import chosen
+from tltlab.sim.engine.regime import Regime
+from tltlab.state import NO_CHOICE, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION
 
 Gain = Callable[[int, float, int, Regime], float]
@@ -31,11 +29,11 @@ class _Request:
     shared: int = 0
 
     @property
-    def context_tokens(self) -> float:
+    def context_tokens(self):
         return self.prompt_tokens + self.generated
 
 
-def expected(request: int, generated: float, num_speculative: int, regime: Regime) -> float:
+def expected(request, generated, num_speculative, regime):
     """The gain of fluid mode."""
     return regime.tokens
 
@@ -47,14 +45,14 @@ class _Asked:
     where something happens; its outcome comes after the next block's choice, and that of the last block at the end.
     """
 
-    def __init__(self, selector: Selector, block: int, ahead: bool | None) -> None:
+    def __init__(self, selector, block, ahead):
         self.selector, self.block = selector, block
         self.each_time = selector.memoryless and not ahead
         self.in_force = NO_CHOICE
-        self.ran: list[tuple[float, list[float], bool]] = []
-        self.held: tuple[Choice, StepOutcome] | None = None
+        self.ran = []
+        self.held = None
 
-    def ask(self, state: StepState, something_happened: bool) -> tuple[Choice, Choice]:
+    def ask(self, state, something_happened):
         """The choice that this iteration verifies, and the latest one."""
         verified, ahead = self.in_force, self.block == 1 and not self.each_time
         if len(self.ran) % self.block == 0 or something_happened or self.each_time:
@@ -63,7 +61,7 @@ class _Asked:
             self.tell_held()
         return verified if ahead else self.in_force, self.in_force
 
-    def tell(self, verified: Choice, seconds: float, drafted: float, accepted: list[float], had_prefill: bool) -> None:
+    def tell(self, verified, seconds, drafted, accepted, had_prefill):
         """An iteration is over: seconds of it and of prefill, tokens drafted for each request, and what each kept."""
         self.ran.append((seconds, accepted, had_prefill))
         num, speculates = len(self.ran), verified.strategy.speculates
@@ -79,23 +77,23 @@ class _Asked:
         if self.block == 1:
             self.tell_held()
 
-    def tell_held(self) -> None:
+    def tell_held(self):
         if self.held is not None:
             self.selector.observe(*self.held)
         self.held = None
 
 
 def finish_times(
-    requests: Requests,
-    queue: Sequence[int],
-    selector: Selector,
-    regimes: Regimes,
-    costs: CostModel,
+    requests,
+    queue,
+    selector,
+    regimes,
+    costs,
     *,
-    gain: Gain = expected,
-    decision_block: int = 1,
-    ahead: bool | None = None,
-) -> dict[int, float]:
+    gain=expected,
+    decision_block=1,
+    ahead=None,
+):
     """Finish time of each request of one worker, whose selector is asked and told as `_Asked` says."""
     waiting = [
         _Request(r, requests.prompt_tokens[r], requests.response_tokens[r], group=requests.keys[r][1]) for r in queue
@@ -104,11 +102,11 @@ def finish_times(
         for r in waiting:
             alike = [n for n, key in zip(requests.prompt_tokens, requests.keys, strict=True) if key[1] == r.group]
             r.shared = max(0, min(alike) - 1) // 16 * 16 if len(alike) > 1 else 0
-    cached: set[str] = set()
-    kept: dict[int, float] = {}
-    prefilling: list[_Request] = []
-    running: list[_Request] = []
-    finished: dict[int, float] = {}
+    cached = set()
+    kept = {}
+    prefilling = []
+    running = []
+    finished = {}
     now = 0.0
     began = ready = False
     policy = _Asked(selector, decision_block, ahead)
@@ -152,7 +150,7 @@ def finish_times(
         loaded = listed and (ready or not costs.switch_s)
         regime = regimes.at(strategy, len(running), loaded=loaded)
         now += regime.cost.seconds(len(running), sum(r.context_tokens for r in running))
-        beside: list[_Request] = []
+        beside = []
         if prefilling:
             chunk = (costs.max_num_batched_tokens or 0) - len(running) * regime.cost.tokens_to_verify
             tokens = _prefill(prefilling, beside, max(0.0, chunk))
@@ -173,7 +171,7 @@ def finish_times(
     return finished
 
 
-def _prefill(prefilling: list[_Request], done: list[_Request], tokens: float) -> float:
+def _prefill(prefilling, done, tokens):
     """Give tokens to the prompts in order; those that are done move over. Returns the tokens that were used."""
     spent = 0.0
     while prefilling:
@@ -186,7 +184,7 @@ def _prefill(prefilling: list[_Request], done: list[_Request], tokens: float) ->
     return spent
 
 
-def _evict(kept: dict[int, float], held: list[_Request], costs: CostModel) -> None:
+def _evict(kept, held, costs):
     """Token by token from the end of what was kept longest, until the rest fits."""
     if costs.kv_capacity_tokens is None:
         return
@@ -196,7 +194,7 @@ def _evict(kept: dict[int, float], held: list[_Request], costs: CostModel) -> No
             kept[request] -= min(kept[request], excess)
 
 
-def _needed(held: list[_Request]) -> float:
+def _needed(held):
     """Tokens of the contexts and one more each, what a group shares once."""
     needed = sum(r.context_tokens + 1 for r in held)
     for group in {r.group for r in held}:
@@ -205,12 +203,12 @@ def _needed(held: list[_Request]) -> float:
     return needed
 
 
-def _fits(held: list[_Request], costs: CostModel) -> bool:
+def _fits(held, costs):
     """Whether the contexts and one more token each fit; the rounding of expected tokens is forgiven."""
     return costs.kv_capacity_tokens is None or _needed(held) <= costs.kv_capacity_tokens + 1e-6
 
 
-def _admissible(held: list[_Request], costs: CostModel) -> bool:
+def _admissible(held, costs):
     if costs.max_num_seqs is not None and len(held) > costs.max_num_seqs:
         return False
     return len(held) == 1 or _fits(held, costs)

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,23 +15,22 @@ from tltlab.sim import simulate
 from tltlab.sim.cli.simulate import simulate as command
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.workload import requests_by_step
-from tltlab.traces.trace import Trace
 
 PROMPTS, GROUP = 8, 4
 
 
 @pytest.fixture(scope="module")
-def trace() -> Trace:
+def trace():
     return log_normal(prompts=PROMPTS, group_size=GROUP, rl_steps=4, median=300, cap=4000, workers=4)
 
 
-def one_round(trace: Trace, rule: Admission) -> tuple[Stream, RoundFeed, list[list[int]]]:
+def one_round(trace, rule):
     stream = Stream(requests_by_step(trace), rule, 0)
     feed = RoundFeed(stream, stream.begin(0), 2)
     return stream, feed, feed.first()
 
 
-def test_over_issue_ends_with_whole_groups(trace: Trace):
+def test_over_issue_ends_with_whole_groups(trace):
     stream, feed, queues = one_round(trace, Admission(issue=1.5))
     assert [len(queue) for queue in queues] == [24, 24]
     for request in range(PROMPTS * GROUP - 1):
@@ -52,14 +50,14 @@ def test_over_issue_ends_with_whole_groups(trace: Trace):
     assert following.requests.prompt_tokens[again] == feed.work.requests.prompt_tokens[40] + 7
 
 
-def test_with_fixed_concurrency_next_begins_where_one_ended(trace: Trace):
+def test_with_fixed_concurrency_next_begins_where_one_ended(trace):
     _, feed, queues = one_round(trace, Admission(concurrency=0.5))
     assert sum(map(len, queues)) == PROMPTS * GROUP // 2
     assert feed.finished([0], 0) == [16]
     assert feed.finished([], 0) == []
 
 
-def test_restart_forgets_and_long_round_ends_it(trace: Trace):
+def test_restart_forgets_and_long_round_ends_it(trace):
     rule = Admission(issue=2.0, leftover="restart")
     stream, feed, _ = one_round(trace, rule)
     feed.finished(list(range(PROMPTS * GROUP)), 0)
@@ -74,7 +72,7 @@ def test_restart_forgets_and_long_round_ends_it(trace: Trace):
     assert not stream.is_enough(long_round)
 
 
-def test_samples_beyond_group_have_lengths_of_their_prompt(trace: Trace):
+def test_samples_beyond_group_have_lengths_of_their_prompt(trace):
     _, feed, _ = one_round(trace, Admission(samples=1.5))
     step = requests_by_step(trace)[0]
     assert len(feed.work.jobs) == PROMPTS * 6
@@ -83,7 +81,7 @@ def test_samples_beyond_group_have_lengths_of_their_prompt(trace: Trace):
         assert job.length in own
 
 
-def test_a_bound_on_staleness_limits_what_may_begin(trace: Trace):
+def test_a_bound_on_staleness_limits_what_may_begin(trace):
     free, bound = (one_round(trace, Admission(unit="response", concurrency=4.0, staleness=eta))[2] for eta in (8, 0))
     assert sum(map(len, free)) == 4 * PROMPTS * GROUP
     assert sum(map(len, bound)) == PROMPTS * GROUP
@@ -96,7 +94,7 @@ def test_a_bound_on_staleness_limits_what_may_begin(trace: Trace):
         Admission(unit="response", concurrency=2.0, staleness=4),
     ],
 )  # fmt: skip
-def test_every_step_trains_as_many_responses_each_time(trace: Trace, rule: Admission):
+def test_every_step_trains_as_many_responses_each_time(trace, rule):
     result, again = (simulate(trace, "none", costs=COSTS, admission=rule) for _ in range(2))
     assert [rollout.makespan_s for rollout in result.rollouts] == [r.makespan_s for r in again.rollouts]
     for rollout in result.rollouts:
@@ -107,14 +105,14 @@ def test_every_step_trains_as_many_responses_each_time(trace: Trace, rule: Admis
     assert len(result.trace.outcomes) == 4 * PROMPTS * GROUP
 
 
-def test_nothing_over_issued_is_the_plain_rollout(trace: Trace):
+def test_nothing_over_issued_is_the_plain_rollout(trace):
     plain = simulate(trace, "none", costs=COSTS, placement="round_robin")
     stream = simulate(trace, "none", costs=COSTS, admission=Admission())
     assert [r.makespan_s for r in stream.rollouts] == pytest.approx([r.makespan_s for r in plain.rollouts])
     assert sum(r.old_tokens + r.wasted_tokens for r in stream.rollouts) == 0
 
 
-def test_resumed_work_is_conserved_in_the_long_run(trace: Trace):
+def test_resumed_work_is_conserved_in_the_long_run(trace):
     """Every token is generated once: what a pass generates is, except what is under way, what it trains."""
     result = simulate(trace, "none", costs=COSTS, admission=Admission(issue=1.5))
     generated = sum(float(log.columns.tokens.sum()) for r in result.rollouts for log in r.logs)
@@ -125,7 +123,7 @@ def test_resumed_work_is_conserved_in_the_long_run(trace: Trace):
     assert np.mean([r.old_tokens for r in result.rollouts]) > 0
 
 
-def test_dropping_stale_groups_starves_long_responses(trace: Trace):
+def test_dropping_stale_groups_starves_long_responses(trace):
     """Both run on; what is trained on is as old as allowed, or as long as what is generated."""
     results = [
         simulate(trace, "none", costs=COSTS, admission=asynchronous(1, stale=stale, concurrency=2.0))
@@ -152,7 +150,7 @@ def test_a_staleness_bound_of_zero_is_synchronous():
             asynchronous(**wrong)
 
 
-def test_the_command_reports_staleness_and_bias(trace: Trace, tmp_path: Path, capsys):
+def test_the_command_reports_staleness_and_bias(trace, tmp_path, capsys):
     folder = trace.write(tmp_path / "trace")
     told = []
     for staleness in (0, 2):
@@ -162,7 +160,7 @@ def test_the_command_reports_staleness_and_bias(trace: Trace, tmp_path: Path, ca
     assert {"length_bias", "staleness_mean", "staleness_max", "off_policy_share"} <= set(told[1])
 
 
-def test_one_buffer_hands_out_probes_then_longest_group(trace: Trace):
+def test_one_buffer_hands_out_probes_then_longest_group(trace):
     step = requests_by_step(trace)[0]
     keys, one = step.keys, step.prompt_tokens[0] + 1
     step = replace(step, prompts=np.full(len(step), step.prompts[0]))

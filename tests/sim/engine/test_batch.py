@@ -1,9 +1,5 @@
 """One batch, whatever its source of gains: what was drafted for each request, and expected gains by a single clock."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,7 +11,6 @@ from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.sim.engine.batch import Batch, Expected, FluidBatch
 from tltlab.sim.engine.by_request import Drawn, Rates, Replayed
 from tltlab.sim.engine.regime import Regimes
-from tltlab.sim.engine.requests import Requests
 from tltlab.state import recent_acceptance
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -27,7 +22,7 @@ TWO_KEPT = ConstantAcceptance(tokens=3.0)
 INF = np.inf
 
 
-def replayed(requests: Requests, *, positions: list[int]) -> Batch:
+def replayed(requests, *, positions):
     """A batch in which the recorded acceptance of each request goes through `positions` again and again."""
     table = pd.DataFrame(requests.keys, columns=["rl_step", "prompt_id", "sample", "turn"])
     rows = [np.resize(np.array(positions, np.uint8), n) for n in requests.response_tokens]
@@ -35,7 +30,7 @@ def replayed(requests: Requests, *, positions: list[int]) -> Batch:
     return Batch(requests, Replayed(requests, TraceAcceptance(table)))
 
 
-SOURCES: dict[str, Callable[[Requests], Batch]] = {
+SOURCES = {
     "fluid, one clock": FluidBatch,
     "fluid": lambda requests: Batch(requests, Expected()),
     "sampled": lambda requests: Batch(requests, Drawn(requests, 3)),
@@ -46,7 +41,7 @@ SOURCES: dict[str, Callable[[Requests], Batch]] = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_every_source_counts_drafts_as_an_engine_does(source: str):
+def test_every_source_counts_drafts_as_an_engine_does(source):
     regimes = Regimes((NO_SPECULATION, DEEP, SHALLOW), COSTS, TWO_KEPT)
     plain, deep, shallow = (regimes.at(strategy, 1) for strategy in regimes.strategies)
     batch = SOURCES[source](requests_of([500, 500]))

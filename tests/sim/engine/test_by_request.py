@@ -1,7 +1,5 @@
 """Requests with gains or their own drafts: batches against an oracle, fluid against sampled, budgets."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,27 +7,21 @@ from hypothesis import strategies as st
 
 from tests.fakes.curves import CurveAcceptance
 from tests.refused import refused
-from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
+from tltlab.acceptance.base import GeometricAcceptance, RequestArrays
 from tltlab.acceptance.curves import SiblingAcceptance
 from tltlab.acceptance.load import load_acceptance
-from tltlab.costs.base import LinearCosts
-from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
+from tltlab.drafters.budget import AcceptanceBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import generate, log_normal
 from tltlab.lengths.model import of_regime
 from tltlab.policies.policy import LengthAwareBudgetSpec, Policy
-from tltlab.policies.selector import Selector
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import Scenario, simulate
-from tltlab.sim.engine.batch import Batch
 from tltlab.sim.engine.by_request import Rates
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
-from tltlab.sim.engine.record import SimulatedRollout
-from tltlab.sim.engine.regime import Regime, Regimes
-from tltlab.sim.engine.requests import Requests
+from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.scenario import exchange_responses
-from tltlab.state import RequestState, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import read
 
@@ -42,13 +34,13 @@ SIBLINGS = SiblingAcceptance(alone=0.3, most=0.8, exponent=0.6, own_tokens=300)
 BY_CONTEXT = load_acceptance("0.8@1k")
 
 
-def nominal(chain: Strategy, costs: LinearCosts = COSTS) -> Regimes:
+def nominal(chain, costs=COSTS):
     """Costs of the strategies; the gain in them is not used by batches that have their own."""
     return Regimes((NO_SPECULATION, chain), costs, GeometricAcceptance(alpha=0.0))
 
 
-def run(requests: Requests, rates: Rates, chain: Strategy, *, most: int = 99, asks: int = 0) -> SimulatedRollout:
-    selectors: list[Selector] = [up_to(most, chain, memoryless=not asks)]
+def run(requests, rates, chain, *, most=99, asks=0):
+    selectors = [up_to(most, chain, memoryless=not asks)]
     engine = RolloutSimulator(costs=rates.costs, selectors=selectors, decision_block=asks or 1)
     engine.prepare(nominal(chain, rates.costs), rates)
     return engine.rollout(requests, [list(range(len(requests)))])
@@ -57,14 +49,14 @@ def run(requests: Requests, rates: Rates, chain: Strategy, *, most: int = 99, as
 class Walker:
     """The oracle's gains, one iteration of one request at a time, from the model's own chances for that request."""
 
-    def __init__(self, requests: Requests, model: Acceptance, seed: int, sampled: bool) -> None:
+    def __init__(self, requests, model, seed, sampled):
         self.requests, self.model, self.sampled = requests, model, sampled
         self.levels = model.levels("ngram", requests.keys, seed)
         self.seeds = request_seeds(seed, requests.keys)
-        self.done: set[int] = set()
-        self.finishing: list[int] = []
+        self.done = set()
+        self.finishing = []
 
-    def __call__(self, request: int, generated: float, num_speculative: int, regime: Regime) -> float:
+    def __call__(self, request, generated, num_speculative, regime):
         if not regime.strategy.speculates:
             gain = 1.0
         else:
@@ -82,19 +74,19 @@ class Walker:
             self.finishing.append(request)
         return gain
 
-    def settling(self, costs: LinearCosts, chain: Strategy) -> Regimes:
+    def settling(self, costs, chain):
         """Regimes that count the requests finished in one iteration as done when the next one begins."""
         walker = self
 
         class Settling(Regimes):
-            def at(self, strategy: Strategy, batch: int, *, loaded: bool = True) -> Regime:
+            def at(self, strategy, batch, *, loaded=True):
                 walker.done.update(walker.finishing)
                 return super().at(strategy, batch)
 
         return Settling((NO_SPECULATION, chain), costs, GeometricAcceptance(alpha=0.0))
 
 
-def slowly(requests: Requests, rates: Rates, chain: Strategy, *, most: int = 99) -> dict[int, float]:
+def slowly(requests, rates, chain, *, most=99):
     walker = Walker(requests, rates.model, rates.seed, rates.sampled)
     regimes, queue = walker.settling(rates.costs, chain), list(range(len(requests)))
     return finish_times(requests, queue, up_to(most, chain), regimes, rates.costs, gain=walker)
@@ -120,7 +112,7 @@ def test_asked_at_every_iteration_it_takes_their_time(lengths, chain, model, sam
 
 @pytest.mark.parametrize("model", [CURVES, SIBLINGS, BY_CONTEXT], ids=["curves", "siblings", "context"])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_chances_held_for_many_iterations_stay_close(model: Acceptance, sampled: bool):
+def test_chances_held_for_many_iterations_stay_close(model, sampled):
     requests = requests_of(drawn_lengths(1, 6.3, 0.8, 4000), group=4)
     rates = Rates(model=model, costs=COSTS, seed=3, sampled=sampled, refresh=model.refresh_iterations)
     fast, slow = run(requests, rates, CHAINS[0]), slowly(requests, rates, CHAINS[0])
@@ -129,7 +121,7 @@ def test_chances_held_for_many_iterations_stay_close(model: Acceptance, sampled:
     assert np.abs(error).mean() < 0.01
 
 
-def drawn_lengths(seed: int, mu: float, sigma: float, cap: int) -> list[int]:
+def drawn_lengths(seed, mu, sigma, cap):
     return np.random.default_rng(seed).lognormal(mu, sigma, 24).astype(int).clip(1, cap).tolist()
 
 
@@ -144,14 +136,14 @@ def drawn_lengths(seed: int, mu: float, sigma: float, cap: int) -> list[int]:
     ],
     ids=["curves", "siblings", "context", "curves with a budget", "alike with a budget"],
 )
-def test_fluid_is_the_mean_of_sampled_runs(model: Acceptance, budget: DraftBudget | None):
+def test_fluid_is_the_mean_of_sampled_runs(model, budget):
     requests = requests_of(drawn_lengths(2, 7.0, 0.7, 8000), group=4)
     chain = Strategy("ngram", 8, 1, 5) if budget else CHAINS[0]
     # Levels are drawn from the seed too: they are made known, so that only the luck of the drafts differs.
     if model is CURVES:
         model = known(dict(zip(requests.keys, CURVES.levels("ngram", requests.keys, 0), strict=True)))
 
-    def makespan(seed: int, sampled: bool) -> float:
+    def makespan(seed, sampled):
         rates = Rates(model=model, costs=COSTS, seed=seed, sampled=sampled, budgets=[budget] if budget else [])
         return run(requests, rates, chain).makespan_s
 
@@ -159,7 +151,7 @@ def test_fluid_is_the_mean_of_sampled_runs(model: Acceptance, budget: DraftBudge
     assert makespan(0, False) == pytest.approx(sampled, rel=0.01)
 
 
-def known(levels: dict[tuple[int, str, int, int], float]) -> CurveAcceptance:
+def known(levels):
     """The curves of responses whose levels are known."""
     return CURVES.model_copy(update={"known": tuple(levels.items())})
 
@@ -170,7 +162,7 @@ def test_easier_requests_finish_first():
     assert finish[1] < 0.7 * finish[0]
 
 
-def test_what_ended_elsewhere_helps_only_after_it_did() -> None:
+def test_what_ended_elsewhere_helps_only_after_it_did():
     requests = requests_of([40, 400], group=2)
     rates = Rates(model=SIBLINGS, costs=COSTS)
     first, second = rates(requests), rates(requests)
@@ -187,7 +179,7 @@ def test_what_ended_elsewhere_helps_only_after_it_did() -> None:
     assert second.advance(regime, 1, np.inf).tokens > expected + 0.1
 
 
-def running(rates: Rates, lengths: list[int]) -> Batch:
+def running(rates, lengths):
     """A batch of samples of four to a prompt, all admitted."""
     batch = rates(requests_of(lengths, group=4))
     for request in range(len(lengths)):
@@ -198,21 +190,21 @@ def running(rates: Rates, lengths: list[int]) -> Batch:
 class Noting(UniformBudget):
     """An even split, or the tokens that are given, which notes what was accepted lately and which requests finished."""
 
-    def __init__(self, *tokens: int) -> None:
+    def __init__(self, *tokens):
         self.tokens = tokens
-        self.seen: list[list[float | None]] = []
-        self.ended: list[tuple[tuple[int, str, int, int], int, int, int]] = []
+        self.seen = []
+        self.ended = []
 
-    def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+    def allot(self, state, strategy):
         self.seen.append([request.recent_acceptance for request in state.requests])
         return list(self.tokens[: state.batch]) if self.tokens else super().allot(state, strategy)
 
-    def finished(self, request: RequestState, *, drafted: int, accepted: int) -> None:
+    def finished(self, request, *, drafted, accepted):
         self.ended.append((request.key, request.generated_tokens, drafted, accepted))
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_budget_is_paid_for_by_tokens_it_verifies(sampled: bool) -> None:
+def test_budget_is_paid_for_by_tokens_it_verifies(sampled):
     chain = Strategy("ngram", 6, 1, 4)
     rates = Rates(model=GeometricAcceptance(alpha=1.0), costs=COSTS, budgets=[Noting(0, 1, 5)], sampled=sampled)
     batch = running(rates, [900, 900, 900])
@@ -248,11 +240,11 @@ def test_a_budget_sees_what_was_accepted_lately():
     assert 0 < first < 5
 
 
-def test_drafts_by_acceptance_yield_more() -> None:
+def test_drafts_by_acceptance_yield_more():
     chain = Strategy("ngram", 8, 1, 4)
     model = CURVES.model_copy(update={"spread": 1.5, "drift": 0.0})
 
-    def first_hundred(budget: DraftBudget) -> float:
+    def first_hundred(budget):
         batch = running(Rates(model=model, costs=COSTS, budgets=[budget]), [8000] * 24)
         return sum(batch.advance(nominal(chain).at(chain, 24), 10, np.inf).tokens for _ in range(10))
 
@@ -260,13 +252,13 @@ def test_drafts_by_acceptance_yield_more() -> None:
 
 
 @pytest.mark.parametrize("tokens", [(1,), (1, 9), (-1, 2)])
-def test_a_budget_that_breaks_its_contract_is_refused(tokens: tuple[int, ...]) -> None:
+def test_a_budget_that_breaks_its_contract_is_refused(tokens):
     batch = running(Rates(model=CURVES, costs=COSTS, budgets=[Noting(*tokens)]), [50, 50])
     with refused(ConfigError):
         batch.advance(nominal(CHAINS[0]).at(CHAINS[0], 2), 1, np.inf)
 
 
-def test_trees_have_no_budget_and_refresh_is_positive() -> None:
+def test_trees_have_no_budget_and_refresh_is_positive():
     tree = Strategy("learned", 8, 4, 48)
     model = load_acceptance("tlt-qwen2.5-32b")
     batch = running(Rates(model=model, costs=COSTS, budgets=[UniformBudget()]), [50])
@@ -286,7 +278,7 @@ DEAR = FREE.model_copy(
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_budget_is_reported_of_each_request_once(sampled: bool):
+def test_a_budget_is_reported_of_each_request_once(sampled):
     chain, budget, lengths = CHAINS[0], Noting(), [24, 41, 90]
     rates = Rates(model=GeometricAcceptance(alpha=1.0), costs=DEAR, budgets=[budget], sampled=sampled, refresh=3)
     batch, regimes = running(rates, lengths), nominal(chain, DEAR)
@@ -310,7 +302,7 @@ def test_workers_are_reported_of_each_other_s_requests():
 
 
 @pytest.mark.parametrize(("tokens_to_verify", "most"), [(9, 0.8), (5, 0.96)])
-def test_drafting_by_length_beats_drafting_evenly(tokens_to_verify: int, most: float):
+def test_drafting_by_length_beats_drafting_evenly(tokens_to_verify, most):
     """Prompts come back: from the second RL step on their lengths are known. The even split has the same total."""
     trace = generate(
         of_regime("reasoning"), num_rl_steps=3, prompts_per_step=16, group_size=8, num_prompts=16, seed=1, num_workers=2

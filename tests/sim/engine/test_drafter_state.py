@@ -1,10 +1,6 @@
 """What depends on the drafter's age and on each request: freshness, spot training, budgets, per-request acceptance."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,7 +30,7 @@ AGING = FreshAcceptance(
 QUICK = SpotTraining(start_s=0.01, join_s=0.0, padded_samples_per_s=1000.0)
 
 
-def accept_lengths(**options: Any) -> list[float]:
+def accept_lengths(**options):
     """Tokens per speculative iteration of the first RL step, the first two and all three."""
     parts = [TRACE.select(TRACE.rl_steps[:end]) for end in (1, 2, 3)]
     return [simulate(part, POLICY, costs=COSTS, **options).summary["mean_accept_length"] for part in parts]
@@ -83,7 +79,7 @@ def test_policy_file_may_share_drafts_out_by_acceptance():
     assert plain.summary["regret"] > 0
 
 
-def test_spot_training_comes_from_file_or_by_name(tmp_path: Path):
+def test_spot_training_comes_from_file_or_by_name(tmp_path):
     path = tmp_path / "spot.json"
     path.write_text(json.dumps(QUICK.model_dump(mode="json")))
     assert load_spot_training(path) == QUICK

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +20,8 @@ from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, Policy, load_policy
-from tltlab.policies.selector import Selector
 from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
-from tltlab.sim import SimResult, simulate
+from tltlab.sim import simulate
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -51,11 +49,11 @@ HELD_BACK = st.one_of(
 )
 
 
-def table_of(arms: list[Strategy]) -> TableSpec:
+def table_of(arms):
     return TableSpec(rows=tuple(TableRow(min_batch=1 + 3 * i, strategy=arm) for i, arm in enumerate(arms)))
 
 
-def bandit_of(arms: list[Strategy]) -> BegMabSpec:
+def bandit_of(arms):
     buckets = (Bucket(min_batch=1, strategies=tuple(arms)), Bucket(min_batch=6, strategies=(arms[0],)))
     return BegMabSpec(buckets=buckets)
 
@@ -68,7 +66,7 @@ POLICIES = st.builds(Policy, selector=st.one_of(MEMORYLESS, ARMS.map(bandit_of))
 
 
 @st.composite
-def cost_models(draw: st.DrawFn) -> CostModel:
+def cost_models(draw):
     limits = {
         "kv_capacity_tokens": draw(st.none() | CAPACITY_TOKENS),
         "max_num_seqs": draw(st.none() | st.integers(1, 6)),
@@ -83,7 +81,7 @@ def cost_models(draw: st.DrawFn) -> CostModel:
     return LinearCosts.model_validate(terms | limits | {"base_s": 1e-3, "graph_sizes": sizes})
 
 
-def measured(chances: list[float]) -> dict[str, dict[int, FittedDepth]]:
+def measured(chances):
     p = np.array(chances) / sum(chances)
     fitted = FittedDepth(accepted=tuple(p.tolist()), drafted=float(p @ np.arange(7)))
     return {"learned": {6: fitted}}
@@ -125,20 +123,18 @@ class Case:
     spot: dict[str, float] | None
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self):
         return {"costs": self.costs, "acceptance": self.acceptance, "placement": self.placement, "mode": self.mode}
 
-    def simulate(self, policy: Policy) -> SimResult:
+    def simulate(self, policy):
         return simulate(self.trace, policy, spot=self.spot, record_iterations=True, **self.settings)
 
-    def scenario(self) -> Scenario:
+    def scenario(self):
         return Scenario.of(self.trace, **self.settings)
 
 
 @st.composite
-def cases(
-    draw: st.DrawFn, acceptances: st.SearchStrategy[Acceptance] = ACCEPTANCES, modes: tuple[str, ...] = ("fluid",)
-) -> Case:
+def cases(draw, acceptances=ACCEPTANCES, modes=("fluid",)):
     lengths = draw(st.lists(st.integers(1, 300), min_size=1, max_size=12))
     trace = of_lengths(lengths, workers=draw(st.integers(1, 3)), prompt_tokens=draw(st.sampled_from([1, 20, 100])))
     group = draw(st.integers(1, 4))
@@ -154,13 +150,13 @@ def cases(
     )
 
 
-def stays_above_its_bound(result: SimResult) -> None:
+def stays_above_its_bound(result):
     bounds_s = result.bounds_s()
     for rollout, bound_s in zip(result.rollouts, bounds_s, strict=True):
         assert bound_s <= rollout.makespan_s * (1 + 1e-9)
 
 
-def spans_and_iterations_add_up(case: Case, policy: Policy, result: SimResult) -> None:
+def spans_and_iterations_add_up(case, policy, result):
     trace, rollout = result.trace, result.rollouts[0]
     close = max(1.0, rollout.makespan_s) * 1e-9
     for worker, end_s in enumerate(rollout.worker_end_s):
@@ -190,7 +186,7 @@ def spans_and_iterations_add_up(case: Case, policy: Policy, result: SimResult) -
         assert prefilled == pytest.approx(rollout.requests.prompts.sum())
 
 
-def is_the_same(one: Trace, other: Trace) -> None:
+def is_the_same(one, other):
     for name in ("outcomes", "spans", "iterations", "decisions"):
         first, second = one.table(name), other.table(name)
         assert first.equals(second), name
@@ -198,17 +194,17 @@ def is_the_same(one: Trace, other: Trace) -> None:
 
 @HALF
 @given(cases(modes=("fluid", "sampled")), POLICIES)
-def test_any_scenario_is_bounded_adds_up_and_repeats(case: Case, policy: Policy):
+def test_any_scenario_is_bounded_adds_up_and_repeats(case, policy):
     result = case.simulate(policy)
     stays_above_its_bound(result)
     spans_and_iterations_add_up(case, policy, result)
     is_the_same(result.trace, case.simulate(policy).trace)
 
 
-def asked_every_time(policy: Policy) -> Policy:
+def asked_every_time(policy):
     """A memoryless policy that does not say so: no closed form applies, it is asked again and again."""
 
-    def build(rng: np.random.Generator) -> Selector:
+    def build(rng):
         selector = policy.build(rng)
         selector.memoryless = False
         return selector
@@ -218,7 +214,7 @@ def asked_every_time(policy: Policy) -> Policy:
 
 @FEW
 @given(cases(ALIKE), st.builds(Policy, selector=MEMORYLESS))
-def test_closed_form_is_engine_asked_again_and_again(case: Case, policy: Policy):
+def test_closed_form_is_engine_asked_again_and_again(case, policy):
     scenario = case.scenario()
     # A choice for a block of iterations holds at once, as that of a memoryless policy does.
     blocks = replace(scenario, decision_block=2)
@@ -237,7 +233,7 @@ TERMS = [name for name in LinearCosts.model_fields if name.endswith("_s")]
 
 @HALF
 @given(LENGTHS, st.sampled_from(TERMS), st.floats(1e-5, 1e-2), st.sampled_from([load_policy("none"), CHAIN, TABLE]))
-def test_no_cost_term_makes_a_rollout_faster(lengths: list[int], term: str, more: float, policy: Policy):
+def test_no_cost_term_makes_a_rollout_faster(lengths, term, more, policy):
     trace = of_lengths(lengths, workers=2)
     dearer = COSTS.model_copy(update={term: getattr(COSTS, term) + more})
     cheap, dear = (simulate(trace, policy, costs=c, acceptance="geometric:0.6").makespan_s for c in (COSTS, dearer))
@@ -253,7 +249,7 @@ def test_every_cost_term_counts_where_everything_happens():
 
 
 @pytest.mark.parametrize("policy", [CHAIN, TABLE], ids=["chain", "table"])
-def test_fluid_is_the_mean_of_sampled_runs(policy: Policy):
+def test_fluid_is_the_mean_of_sampled_runs(policy):
     trace = log_normal(prompts=32, rl_steps=1, median=1500, sigma=0.8, cap=8192, workers=4)
     options = {"costs": COSTS, "acceptance": "geometric:0.7"}
     fluid = simulate(trace, policy, **options).makespan_s
@@ -263,7 +259,7 @@ def test_fluid_is_the_mean_of_sampled_runs(policy: Policy):
 
 @HALF
 @given(LENGTHS, st.integers(1, 4))
-def test_three_ways_to_simulate_plain_decoding_agree(lengths: list[int], workers: int):
+def test_three_ways_to_simulate_plain_decoding_agree(lengths, workers):
     scenario = Scenario.of(of_lengths(lengths, workers=workers), costs=COSTS)
     step, queues = scenario.steps[0], scenario.queues[0]
     expected = pytest.approx(scenario.rollouts(load_policy("none"))[0].makespan_s, rel=1e-9)

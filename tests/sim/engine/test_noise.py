@@ -1,7 +1,5 @@
 """Noise of iteration times in the simulator: common to all policies, gone in fluid mode, and never in the mean."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -39,7 +37,7 @@ def test_a_draw_does_not_depend_on_earlier_ones():
 
 
 @pytest.mark.parametrize("policy", ["none", "fixed", "table"])
-def test_iterations_take_the_noise_of_their_number(policy: str):
+def test_iterations_take_the_noise_of_their_number(policy):
     plain = simulate(TRACE, policy, costs=COSTS, record_iterations=True, **OPTIONS).trace.iterations
     result = simulate(TRACE, policy, costs=NOISY, record_iterations=True, **OPTIONS)
     noisy = result.trace.iterations

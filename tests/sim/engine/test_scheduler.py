@@ -1,7 +1,5 @@
 """The scheduler by itself where samples share a prompt; all else is held by the oracle in `test_worker`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from bench.simulator import COSTS
@@ -11,7 +9,7 @@ from tltlab.sim.engine.scheduler import Scheduler
 from ..workloads import requests_of
 
 
-def scheduler(prompts: list[int], length: int = 50, *, group: int = 1, **limits: int) -> Scheduler:
+def scheduler(prompts, length=50, *, group=1, **limits):
     """One over requests 0, 1, ... with these prompts, all waiting; samples of a prompt share it where there are."""
     requests = replace(requests_of([length] * len(prompts), prompts, group=group), prefix_caching=group > 1)
     made = Scheduler(prompts, FluidBatch(requests), COSTS.model_copy(update=limits))

@@ -1,11 +1,6 @@
 """Responses with tool calls: a turn leaves the engine, its tool runs, the next turn comes back behind what it said."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,7 +17,6 @@ from tltlab.sim import simulate
 from tltlab.sim.engine.admission import RoundFeed, Stream
 from tltlab.sim.engine.batch import FluidBatch
 from tltlab.sim.engine.regime import Regimes
-from tltlab.sim.engine.requests import Requests
 from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.study.compare import compare
 from tltlab.sim.workload import changed, requests_by_step
@@ -36,7 +30,7 @@ from ..workloads import ONE_SECOND as SECOND
 PREFILL = SECOND.model_copy(update={"prefill_per_token_s": 0.1})
 
 
-def trace_of(*responses: list[tuple[int, int, float | None]], **columns: Any) -> Trace:
+def trace_of(*responses, **columns):
     """One RL step; a response is its turns, each of prompt tokens, tokens and seconds at the tool before it."""
     rows = [
         {"rl_step": 0, "prompt_id": f"p{n}", "sample": 0, "turn": turn, "prompt_tokens": prompt, "epoch": 0,
@@ -62,7 +56,7 @@ CALL = [(20, 10, 0.0), (35, 5, 3.0)]
 @pytest.mark.parametrize(
     ("prefix", "seconds"), [("kept", 2.0 + 10 + 3 + 0.5 + 5), ("recomputed", 2.0 + 10 + 3 + 3.5 + 5)]
 )
-def test_a_prefix_is_kept_or_computed_again(prefix: str, seconds: float):
+def test_a_prefix_is_kept_or_computed_again(prefix, seconds):
     result = simulate(trace_of(CALL), costs=PREFILL, prefix=prefix)
     assert result.makespan_s == pytest.approx(seconds)
     assert result.summary["lower_bound_s"] == pytest.approx(seconds)
@@ -76,7 +70,7 @@ def test_a_prefix_is_kept_or_computed_again(prefix: str, seconds: float):
 
 @pytest.mark.parametrize("mode", ["fluid", "sampled"])
 @pytest.mark.parametrize("policy", ["none", "table"])
-def test_it_joins_batch_at_iteration_after_its_tool(mode: str, policy: str):
+def test_it_joins_batch_at_iteration_after_its_tool(mode, policy):
     """One response leaves at 4 s, is back at 6.5 s, in the middle of the other's seventh iteration, and ends at 9 s."""
     trace = trace_of([(1, 4, 0.0), (6, 2, 2.5)], [(1, 20, 0.0)])
     settings = {"costs": SECOND, "mode": mode, "acceptance": "constant:1"}
@@ -123,7 +117,7 @@ def test_cached_tokens_are_evicted_for_running_requests():
     ],
     ids=["a lower cap", "truncation"],
 )
-def test_a_turn_that_is_cut_is_the_last(cut: Callable[[Trace], Requests]):
+def test_a_turn_that_is_cut_is_the_last(cut):
     step = cut(trace_of(CALL, [(20, 3, 0.0), (25, 5, 1.0)]))
     assert step.response_tokens == [4, 3, 4]
     assert (step.turns.after, step.turns.first) == ([-1, 2, -1], [0, 1])
@@ -149,7 +143,7 @@ UNTIMED = trace_of([(20, 10, 0.0), (35, 5, None)])
         (trace_of(CALL), {"prefix": "lost"}, ("lost",)),
     ],
 )
-def test_turns_that_cannot_follow_each_other_are_refused(trace: Trace, options: dict[str, Any], naming: tuple):
+def test_turns_that_cannot_follow_each_other_are_refused(trace, options, naming):
     with refused(ConfigError, naming=naming):
         simulate(trace, costs=SECOND, **options)
 
@@ -161,7 +155,7 @@ def test_times_of_tools_are_read_or_assumed():
 
 
 @pytest.fixture(scope="module")
-def drawn() -> Trace:
+def drawn():
     """Two RL steps of 4 x 4 responses of three turns."""
     model = REGIMES["base-rl"].with_changes(max_response_tokens=200, median=40.0)
     tools = ToolUse(turns=3, tool_s=0.5, observation_tokens=20)
@@ -170,7 +164,7 @@ def drawn() -> Trace:
 
 @pytest.mark.parametrize("acceptance", ["constant:2", "geometric:0.6"])
 @pytest.mark.parametrize("mode", ["fluid", "sampled"])
-def test_no_policy_undercuts_bound_and_all_tokens_come(drawn: Trace, mode: str, acceptance: str):
+def test_no_policy_undercuts_bound_and_all_tokens_come(drawn, mode, acceptance):
     costs = COSTS.model_copy(update={"kv_capacity_tokens": 1000, "max_num_batched_tokens": 256})
     for policy in ("none", "table", "beg-mab"):
         result = simulate(drawn, policy, costs=costs, mode=mode, acceptance=acceptance, max_tools=3)
@@ -182,8 +176,8 @@ def test_no_policy_undercuts_bound_and_all_tokens_come(drawn: Trace, mode: str, 
         assert (waits[order["turn"] > 0] > -1e-9).all()
 
 
-def test_commands_take_a_drawn_trace_of_turns(tmp_path: Path, capsys):
-    def run(*args: object) -> str:
+def test_commands_take_a_drawn_trace_of_turns(tmp_path, capsys):
+    def run(*args):
         code, shown, _ = typed(capsys, *args)
         assert code == 0
         return shown
@@ -199,7 +193,7 @@ def test_commands_take_a_drawn_trace_of_turns(tmp_path: Path, capsys):
     assert json.loads(compared)["failed"] == {}
 
 
-def test_every_system_runs_on_responses_of_several_turns(drawn: Trace):
+def test_every_system_runs_on_responses_of_several_turns(drawn):
     table = compare(drawn, systems="all", costs=SECOND, acceptance="all=geometric:0.6", decision_block=16)
     table = table.set_index("system")
     assert set(table.index) == set(SYSTEMS)
@@ -228,7 +222,7 @@ def test_an_earlier_epoch_covers_whole_turns_and_tools():
     assert simulate_one(seen[15]) == 0.0
 
 
-def simulate_one(step: Requests) -> float:
+def simulate_one(step):
     selector = load_policy("none").build(np.random.default_rng(0))
     simulator = RolloutSimulator(costs=SECOND, selectors=[selector])
     simulator.prepare(Regimes((NO_SPECULATION,), SECOND, None), FluidBatch)
@@ -236,7 +230,7 @@ def simulate_one(step: Requests) -> float:
 
 
 @pytest.mark.parametrize("rule", [Admission(), SharedBuffer(chunk_tokens=10**6)])
-def test_stream_and_buffer_are_plain_rollout(drawn: Trace, rule):
+def test_stream_and_buffer_are_plain_rollout(drawn, rule):
     """One worker for each response: nobody waits, so that nothing but the rule's own bookkeeping could differ."""
     plain, ruled = (
         simulate(drawn, costs=PREFILL, workers=16, placement="round_robin", admission=admission)

@@ -1,8 +1,6 @@
 """The macro-step engine against the slow oracle: same finish times, whatever the workload, costs and policy."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.curves import CurveAcceptance
-from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
+from tltlab.acceptance.base import GeometricAcceptance, RequestArrays
 from tltlab.acceptance.measured import BatchBand, FittedDepth, MeasuredAcceptance
 from tltlab.acceptance.replay import TraceAcceptance
-from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.hardware import Gpu
@@ -26,12 +24,11 @@ from tltlab.policies.wrappers import ElasticActivation, Wrapper
 from tltlab.sim.engine.batch import Batch, Expected, FluidBatch, Gains, until_done
 from tltlab.sim.engine.by_request import Drawn, Rates, Replayed
 from tltlab.sim.engine.random_numbers import num_reached, request_seeds, uniforms
-from tltlab.sim.engine.regime import Regime, Regimes
-from tltlab.sim.engine.requests import Requests
+from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.idle_training import IdleUse
 from tltlab.sim.placement import PLACEMENTS, place
-from tltlab.state import Choice, StepOutcome, StepState
+from tltlab.state import Choice
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from ..workloads import COSTS, HALF, Ruled, requests_of
@@ -47,13 +44,13 @@ PLAIN = load_policy("none")
 CHAINS = (Strategy.chain("ngram", 2), Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))
 
 
-def drafting(deep: int, shallow: int, kind: str) -> Ruled:
+def drafting(deep, shallow, kind):
     """Deep drafts at small batches, plain decoding above: memoryless, asked again and again, or with what it learns.
 
     One that learns looks at how many outcomes have come, so that none may come earlier or later than it does.
     """
 
-    def rule(state: StepState) -> Strategy:
+    def rule(state):
         if kind == "learns":
             return selector.strategies[(len(selector.outcomes) + (state.batch <= deep)) % 4]
         if state.batch <= deep:
@@ -65,7 +62,7 @@ def drafting(deep: int, shallow: int, kind: str) -> Ruled:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Requests:
+def requests(draw):
     lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=12))
     n = len(lengths)
     prompts = draw(st.lists(st.integers(0, 30), min_size=n, max_size=n))
@@ -74,7 +71,7 @@ def requests(draw: st.DrawFn) -> Requests:
 
 
 @st.composite
-def costs(draw: st.DrawFn) -> LinearCosts:
+def costs(draw):
     names = (
         "base_s", "per_request_s", "per_token_s", "sd_base_s", "sd_idle_s", "draft_level_s",
         "draft_level_per_request_s", "prefill_per_token_s",
@@ -91,23 +88,23 @@ def costs(draw: st.DrawFn) -> LinearCosts:
 
 
 def assert_agree(
-    req: Requests,
-    cost: CostModel,
-    acceptance: Acceptance | None,
-    new_batch: Callable[[Requests], Any],
-    threshold: tuple[int, int, str] | Callable[[], Selector] | None,
+    req,
+    cost,
+    acceptance,
+    new_batch,
+    threshold,
     *,
-    workers: int = 2,
-    placement: str = "contiguous",
-    gain: Callable[..., float] = expected,
-    **asked: Any,
-) -> None:
+    workers=2,
+    placement="contiguous",
+    gain=expected,
+    **asked,
+):
     """`drafting` by a threshold, of which None is plain decoding, takes the time that the slow oracle says.
 
     A policy that is not memoryless, or one within another, is asked in the same states, and receives the same outcomes.
     """
 
-    def selector() -> Selector:
+    def selector():
         if callable(threshold):
             return threshold()
         return PLAIN.build(np.random.default_rng(0)) if threshold is None else drafting(*threshold)
@@ -132,7 +129,7 @@ def assert_agree(
     assert result.makespan_s == pytest.approx(makespan, rel=1e-9, abs=1e-12)
 
 
-def assert_same_calls(fast: Ruled, slow: Ruled) -> None:
+def assert_same_calls(fast, slow):
     for a, b in zip(fast.states, slow.states, strict=True):
         assert (a.batch, a.waiting, a.strategy) == (b.batch, b.waiting, b.strategy)
         assert a.context_tokens == pytest.approx(b.context_tokens)
@@ -142,7 +139,7 @@ def assert_same_calls(fast: Ruled, slow: Ruled) -> None:
         assert one.accepted == pytest.approx(other.accepted, rel=1e-9, abs=1e-9)
 
 
-def by_batch(border: int) -> MeasuredAcceptance:
+def by_batch(border):
     """Four in five drafts are kept whole up to a batch, one in five above."""
     return MeasuredAcceptance(
         bands=tuple(
@@ -159,7 +156,7 @@ THRESHOLDS = st.tuples(st.integers(0, 6), st.integers(0, 12), st.sampled_from(["
 ALPHAS, SEEDS, ASKED = st.floats(0, 1), st.integers(0, 9), st.sampled_from([None, True])
 
 
-def expected_gains(requests: Requests) -> Batch:
+def expected_gains(requests):
     """The general batch, of which `FluidBatch` is an optimisation."""
     return Batch(requests, Expected())
 
@@ -195,7 +192,7 @@ def test_prompts_that_ride_take_the_time_of_iterations(req, cost, alpha, thresho
 def test_sampled_speculation_takes_the_time_of_its_iterations(req, cost, alpha, threshold, seed):
     seeds = request_seeds(seed, req.keys)
 
-    def luck(request: int, generated: float, num_speculative: int, regime: Regime) -> float:
+    def luck(request, generated, num_speculative, regime):
         u = uniforms(seeds[[request]], np.array([num_speculative]), 1)[0, 0]
         return 1.0 if regime.cdf is None else 1.0 + float((regime.cdf <= u).sum())
 
@@ -215,7 +212,7 @@ def test_acceptance_by_request_takes_time_of_its_iterations(req, cost, alpha, th
     model = CurveAcceptance(keep_logits=(4.0 * alpha - 2.0,), spread=1.0)
     levels = model.levels("ngram", req.keys, seed)
 
-    def own(request: int, generated: float, num_speculative: int, regime: Regime) -> float:
+    def own(request, generated, num_speculative, regime):
         if not regime.strategy.speculates:
             return 1.0
         level = levels[[request]]
@@ -245,7 +242,7 @@ def test_replayed_acceptance_takes_the_time_of_its_iterations(req, cost, thresho
     table = counterfactuals(req, seed)
     acceptance = TraceAcceptance(table)
 
-    def recorded(request: int, generated: float, num_speculative: int, regime: Regime) -> float:
+    def recorded(request, generated, num_speculative, regime):
         positions = table["accept_if_drafted"][request]
         return 1.0 + min(regime.most, int(positions[int(generated)]))
 
@@ -294,11 +291,11 @@ def test_elastic_activation_takes_the_time_of_its_iterations(req, cost, alpha, i
 class Unstayed(Wrapper):
     """Makes the choices of a selector, each of them only once, so that the engine goes iteration by iteration."""
 
-    def __init__(self, inner: Selector) -> None:
+    def __init__(self, inner):
         super().__init__(inner)
         self.memoryless = False
 
-    def choose(self, state: StepState) -> Choice:
+    def choose(self, state):
         return replace(chosen(self.inner, state), stays=False, least_batch=None)
 
 
@@ -307,23 +304,23 @@ class LateLearner(Selector):
 
     strategies = (NO_SPECULATION, *CHAINS)
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_outcomes = 0
 
-    def choose(self, state: StepState) -> Choice:
+    def choose(self, state):
         if state.batch > 2:
             return Choice(CHAINS[0])
         if state.batch == 2:
             return Choice(NO_SPECULATION, learns=False, stays=True, least_batch=2)
         return Choice(self.strategies[self.num_outcomes % 4])
 
-    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+    def observe(self, choice, outcome):
         self.num_outcomes += 1
 
 
 @pytest.mark.parametrize("delay", [0, 1, 5])
 @pytest.mark.parametrize("length", range(6, 14))
-def test_outcomes_held_back_come_after_as_many_choices(length: int, delay: int):
+def test_outcomes_held_back_come_after_as_many_choices(length, delay):
     req = requests_of([length, 20, 27, 60])
     made = []
     for wrap in (lambda inner: inner, Unstayed):
@@ -337,7 +334,7 @@ def test_outcomes_held_back_come_after_as_many_choices(length: int, delay: int):
 @pytest.mark.parametrize("capacity", [None, 9000])
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("hold", [0, 10])
-def test_choices_that_stay_pass_many_iterations(hold: int, sampled: bool, capacity: int | None):
+def test_choices_that_stay_pass_many_iterations(hold, sampled, capacity):
     lengths = np.random.default_rng(0).lognormal(5.0, 0.8, 96).astype(int) + 1
     req, cost = requests_of(lengths.tolist()), COSTS.model_copy(update={"kv_capacity_tokens": capacity})
     made, num_steps = [], []
@@ -360,14 +357,14 @@ def test_choices_that_stay_pass_many_iterations(hold: int, sampled: bool, capaci
     assert num_steps[0] < (120 if capacity is None and not sampled else 0.5 * num_steps[1])
 
 
-def counterfactuals(req: Requests, seed: int) -> pd.DataFrame:
+def counterfactuals(req, seed):
     rng = np.random.default_rng(seed)
     table = pd.DataFrame(req.keys, columns=["rl_step", "prompt_id", "sample", "turn"])
     positions = [rng.integers(0, 6, n).astype(np.uint8) for n in req.response_tokens]
     return table.assign(drafter="ngram", drafter_age=0, max_depth=5, accept_if_drafted=positions)
 
 
-def test_a_long_rollout_agrees_too() -> None:
+def test_a_long_rollout_agrees_too():
     trace = log_normal(prompts=4, group_size=4, rl_steps=1, median=900, cap=4000, workers=2)
     req = requests_of(trace.outcomes["response_tokens"].tolist(), 128, cap=4000, group=4)
     model = GeometricAcceptance(alpha=0.7)
@@ -377,19 +374,19 @@ def test_a_long_rollout_agrees_too() -> None:
 class Noted(IdleUse):
     """Keeps every call."""
 
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
+    def __init__(self):
+        self.calls = []
 
-    def responses_finished(self, response_tokens: Sequence[float], now: float) -> None:
+    def responses_finished(self, response_tokens, now):
         self.calls.append((list(response_tokens), now))
 
-    def worker_idle(self, worker: int, now: float) -> None:
+    def worker_idle(self, worker, now):
         self.calls.append((worker, now))
 
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("capacity", [None, 150])
-def test_a_clock_of_its_own_changes_nothing(sampled: bool, capacity: int | None, monkeypatch: pytest.MonkeyPatch):
+def test_a_clock_of_its_own_changes_nothing(sampled, capacity, monkeypatch):
     req = requests_of([7, 30, 12, 55, 3, 41, 9], [5] * 7, cap=64, group=2)
     cost, acceptance = COSTS.model_copy(update={"kv_capacity_tokens": capacity}), GeometricAcceptance(alpha=0.6)
     outcomes = []
@@ -410,7 +407,7 @@ def test_a_clock_of_its_own_changes_nothing(sampled: bool, capacity: int | None,
 
 @pytest.mark.parametrize("size", [(3, 4), (5, 2000)])
 @pytest.mark.parametrize("thresholds", [1, 8, 300])
-def test_thresholds_reached_are_counted_as_by_a_search(size: tuple[int, int], thresholds: int):
+def test_thresholds_reached_are_counted_as_by_a_search(size, thresholds):
     rng = np.random.default_rng(0)
     ascending = np.sort(rng.random((size[0], thresholds)), axis=1)
     drawn = np.where(rng.random(size) < 0.5, rng.choice(ascending[0], size), rng.random(size))
@@ -420,7 +417,7 @@ def test_thresholds_reached_are_counted_as_by_a_search(size: tuple[int, int], th
 
 
 @given(st.lists(st.lists(st.integers(1, 4), min_size=6, max_size=6), min_size=1, max_size=4), st.data())
-def test_gains_end_with_first_request_or_room(gains: list[list[int]], data: st.DataObject):
+def test_gains_end_with_first_request_or_room(gains, data):
     remaining = np.array([data.draw(st.integers(1, 30)) for _ in gains], np.float64)
     room = data.draw(st.sampled_from([np.inf, 0.0, 5.0, 11.0]))
     used = 0

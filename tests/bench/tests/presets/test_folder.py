@@ -1,7 +1,5 @@
 """Reading measurements: what a file must hold, and whose requests fit in memory."""
 
-from pathlib import Path
-
 import pandas as pd
 import pytest
 
@@ -12,7 +10,7 @@ from tests.refused import refused
 from tltlab.errors import ConfigError
 
 
-def test_a_table_is_read_from_csv_and_parquet(tmp_path: Path):
+def test_a_table_is_read_from_csv_and_parquet(tmp_path):
     table = pd.DataFrame({"gpu": ["H100"], "ms": [1.5]})
     table.to_csv(tmp_path / "a.csv", index=False)
     table.to_parquet(tmp_path / "a.parquet")
@@ -30,7 +28,7 @@ def test_a_table_is_read_from_csv_and_parquet(tmp_path: Path):
         ("a.parquet", b"junk", ("a.parquet",)),
     ],
 )
-def test_a_file_that_is_no_table_is_named(tmp_path: Path, name: str, content: bytes, says: tuple):
+def test_a_file_that_is_no_table_is_named(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
     with refused(ConfigError, naming=says):
         measured_table(tmp_path / name, ("ms",), ("gpu",))
@@ -45,7 +43,7 @@ def test_a_file_that_is_no_table_is_named(tmp_path: Path, name: str, content: by
         ("gemm_bf16.parquet", lambda folder: Kernels.read(folder, "H100")),
     ],
 )
-def test_readers_of_measurements_name_a_bad_file(tmp_path: Path, name: str, content: bytes | None, load):
+def test_readers_of_measurements_name_a_bad_file(tmp_path, name, content, load):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     missing = "no " if content is None else ""

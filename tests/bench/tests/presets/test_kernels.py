@@ -1,7 +1,5 @@
 """Kernel tables: interpolation and sums."""
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,7 +10,7 @@ from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model
 
 
-def write_kernels(folder: Path, utilisation: float = 0.5) -> Kernels:
+def write_kernels(folder, utilisation=0.5):
     """Tables of a GPU that always reaches the same share of the roofline, and reads keys at 1 us per 1,000 tokens."""
     device = gpu("H100")
     axes = [2**e for e in (0, 3, 6, 8, 10, 12)], [2**e for e in (5, 10, 13, 16)]
@@ -31,7 +29,7 @@ def write_kernels(folder: Path, utilisation: float = 0.5) -> Kernels:
     return Kernels.read(folder, "H100")
 
 
-def test_kernels_between_their_grid_follow_the_roofline(tmp_path: Path):
+def test_kernels_between_their_grid_follow_the_roofline(tmp_path):
     kernels = write_kernels(tmp_path)
     products = ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944))
     for tokens in (1.0, 100.0, 3000.0):
@@ -41,14 +39,14 @@ def test_kernels_between_their_grid_follow_the_roofline(tmp_path: Path):
     assert kernels.all_reduce_s(1, 1024) == 0
 
 
-def test_attention_is_interpolated_between_batches_contexts_and_heads(tmp_path: Path):
+def test_attention_is_interpolated_between_batches_contexts_and_heads(tmp_path):
     kernels = write_kernels(tmp_path)
     for batch, past in ((1, 255), (5, 3000), (64, 16383), (64, 50000)):
         expected = 28 * (1e-5 + 1e-9 * batch * past)
         assert kernels.attention_s(model("Qwen2.5-7B"), 1, batch, past) == pytest.approx(expected)
 
 
-def test_kernels_that_were_not_measured_are_named(tmp_path: Path):
+def test_kernels_that_were_not_measured_are_named(tmp_path):
     with refused(ConfigError, naming=("gemm_bf16.parquet",)):
         Kernels.read(tmp_path, "H100")
     kernels = write_kernels(tmp_path)
@@ -68,9 +66,7 @@ def test_kernels_that_were_not_measured_are_named(tmp_path: Path):
         ("H100", "Llama-3.3-70B", 4, (13.1, 14.3, 14.5, 15.1, 16.6, 18.2, 19.7, 31.2, 58.4, 115)),
     ],
 )
-def test_sums_of_measured_kernels(
-    shared_data: Path, gpu_name: str, model_name: str, tp: int, published: tuple[float, ...]
-):
+def test_sums_of_measured_kernels(shared_data, gpu_name, model_name, tp, published):
     """Milliseconds of a forward pass without attention, against sums made independently of the same tables."""
     tokens = (1, 16, 32, 64, 128, 192, 256, 512, 1024, 2048)
     summed = 1e3 * Kernels.read(shared_data, gpu_name).forward_s(model(model_name), tp, tokens)

@@ -1,14 +1,12 @@
 """Coverage of what is predicted of another RL step, on recorded rollouts."""
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 
 from bench.presets.lengths import rows
 
 
-def test_intervals_hold_nine_in_ten_other_steps(shared_data: Path):
+def test_intervals_hold_nine_in_ten_other_steps(shared_data):
     found = pd.DataFrame(rows(shared_data))
     assert np.allclose(found["inside"] + found["below"] + found["above"], 1)
     for what in ("longest", "makespan"):

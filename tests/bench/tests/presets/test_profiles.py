@@ -1,18 +1,16 @@
 """The joint fit of engine profiles: it finds what made the data, pools what is thin, and is what ships."""
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
 
 from bench.presets.measurements import COLUMNS
-from bench.presets.profile_fit import PRIORS, Param, fit, predict
+from bench.presets.profile_fit import PRIORS, fit, predict
 from bench.presets.profiles import ENGINES, Residuals, coverage, rows, shipped, validated
 from tltlab.costs.profiles import profiles
 
 
-def servers() -> pd.DataFrame:
+def servers():
     """Iterations of two engines and three models, dense and with experts, plain and drafting."""
     grid = [
         {
@@ -41,7 +39,7 @@ def servers() -> pd.DataFrame:
     )  # fmt: skip
 
 
-TRUE: dict[Param, float] = {
+TRUE = {
     ("step_s", "family", "one"): -0.5, ("step_s", "family", "other"): 0.5, ("layer_s", "family", "other"): 0.3,
     ("memory", "gpu", "H200"): -0.05, ("sd_base_s", "", ""): 0.4, ("expert_layer_s", "family", "one"): 0.3,
     ("per_request_s", "", ""): 0.3,
@@ -49,17 +47,17 @@ TRUE: dict[Param, float] = {
 
 
 @pytest.fixture(scope="module")
-def made() -> pd.DataFrame:
+def made():
     table = servers()
     return table.assign(measured=predict(table, TRUE))
 
 
-def test_the_fit_predicts_what_known_terms_made(made: pd.DataFrame):
+def test_the_fit_predicts_what_known_terms_made(made):
     error = predict(made, fit(made)) / made["measured"] - 1
     assert np.abs(error).max() < 0.02
 
 
-def test_an_unseen_engine_is_predicted_from_the_others(made: pd.DataFrame):
+def test_an_unseen_engine_is_predicted_from_the_others(made):
     one = made["family"] == "one"
     values = fit(made[~one])
     assert not any(level == "family" and value == "one" for _, level, value in values)
@@ -68,14 +66,14 @@ def test_an_unseen_engine_is_predicted_from_the_others(made: pd.DataFrame):
     assert unseen.median() < untouched.median()
 
 
-def test_a_row_alone_moves_terms_little(made: pd.DataFrame):
+def test_a_row_alone_moves_terms_little(made):
     """A single row 5 % off is no reason for a term to leave its typical value by much."""
     alone = made.iloc[:1].assign(measured=predict(made.iloc[:1], {}) * 1.05)
     for (term, level, _), deviation in fit(alone).items():
         assert abs(deviation) < getattr(PRIORS[term], level or "shared")
 
 
-def test_profiles_that_ship_are_those_of_fit(shared_data: Path):
+def test_profiles_that_ship_are_those_of_fit(shared_data):
     found, ships = shipped(validated(shared_data)), profiles()
     assert sorted(found.engines) == sorted(ships.engines) == sorted(ENGINES)
     for name, engine in found.engines.items():
@@ -91,7 +89,7 @@ def test_profiles_that_ship_are_those_of_fit(shared_data: Path):
         )
 
 
-def test_every_set_is_predicted_as_well_as_promised(shared_data: Path):
+def test_every_set_is_predicted_as_well_as_promised(shared_data):
     errors = rows(shared_data)
     sets = errors[errors["pooled"].eq(False) & (errors["source"] != "gpu time")].set_index("what")
     inside = sets[(sets["left_out"] == "") & ~sets.index.str.contains("A3B|A22B") & (sets["n_points"] > 1)]
@@ -105,7 +103,7 @@ def test_every_set_is_predicted_as_well_as_promised(shared_data: Path):
     assert biases[biases.index.str.startswith("plain, Llama-3.1-8B bf16 on H100")].lt(0.06).all()
 
 
-def test_intervals_hold_as_many_cells_as_they_say(shared_data: Path):
+def test_intervals_hold_as_many_cells_as_they_say(shared_data):
     """Nine in ten of each kind and distance, each set of measurements against the interval that the others give."""
     found = coverage(shared_data)
     # One set of mixtures of experts says nothing of the next; 31 cells were measured apart and left out.
@@ -121,7 +119,7 @@ def test_intervals_hold_as_many_cells_as_they_say(shared_data: Path):
         assert len(widths) == kind["distance"].nunique()
 
 
-def residuals(**offs: list[float]) -> Residuals:
+def residuals(**offs):
     table = pd.DataFrame([(name, off) for name, of in offs.items() for off in of], columns=["set", "off"])
     return Residuals(rows=table.assign(experts=False, drafting=False, weight=1.0, apart=True, fold="model"))
 

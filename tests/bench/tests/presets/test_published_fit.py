@@ -15,7 +15,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 TREE = Strategy("learned", 8, 4, 48)
 
 
-def iterations(rng: np.random.Generator, tps: tuple[int, ...] = (2, 4), num: int = 300) -> pd.DataFrame:
+def iterations(rng, tps=(2, 4), num=300):
     """Measured iterations, made from COSTS, with 3 % noise and one row in 50 three times as long."""
     tables = []
     for tp in tps:
@@ -86,7 +86,7 @@ def test_speedups_without_context_get_a_fitted_one():
         predict(TRUE, rows)
 
 
-def served_one_by_one(batch: int, isl: int, osl: int) -> float:
+def served_one_by_one(batch, isl, osl):
     """Time per output token of a closed loop, request by request: each finished one is replaced, its prefill first."""
     plain, rest = COSTS.iteration(NO_SPECULATION), np.linspace(1, osl, batch).astype(int)
     done = osl - rest
@@ -103,7 +103,7 @@ def served_one_by_one(batch: int, isl: int, osl: int) -> float:
 
 
 @pytest.mark.parametrize(("batch", "isl", "osl"), [(8, 1024, 128), (32, 1024, 512), (16, 4096, 256)])
-def test_loaded_server_time_agrees_with_single_requests(batch: int, isl: int, osl: int):
+def test_loaded_server_time_agrees_with_single_requests(batch, isl, osl):
     table = pd.DataFrame({"gpu": ["H100"], "model": "Qwen2.5-32B", "tp": 4, "concurrency": batch, "isl": isl})
     rows = from_tpot(table.assign(osl=osl, tpot_s=1.0), "server")
     assert predict(TRUE, rows)[0] == pytest.approx(served_one_by_one(batch, isl, osl), rel=0.03)

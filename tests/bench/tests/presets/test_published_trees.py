@@ -1,8 +1,5 @@
 """The shipped curve of draft trees is the fit to TLT's published accept lengths, and foresees cells left out of it."""
 
-from collections.abc import Sequence
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -18,34 +15,34 @@ START = (0.12, 5.0, 2.5, 0.2, 8.0, 0.2)
 LEAST, MOST = (0, 1e-3, 1e-3, 0, 1e-3, 0), (1, 1e3, 1e3, 1, 1e3, 1e3)
 
 
-def strategies(cells: pd.DataFrame) -> Sequence[Strategy]:
+def strategies(cells):
     rows = cells[["draft_depth", "top_k", "tokens_to_verify"]].astype(int).itertuples(index=False, name=None)
     return [Strategy("any", *row) for row in rows]
 
 
-def fitted(cells: pd.DataFrame) -> TreeAcceptance:
+def fitted(cells):
     """The curve of least squared relative errors; where one top_k or two were measured its effect stays out."""
     count = 6 if cells["top_k"].nunique() > 2 else 4
 
-    def model(values: Sequence[float]) -> TreeAcceptance:
+    def model(values):
         given = (*np.clip(values, LEAST[:count], MOST[:count]).tolist(), 8.0, 0.0)
         return TreeAcceptance(**dict(zip(TERMS, given, strict=False)))
 
     return model(least_squares(lambda p: errors(model(p), cells), START[:count], x_scale="jac", max_nfev=2000).x)
 
 
-def errors(model: TreeAcceptance, cells: pd.DataFrame) -> np.ndarray:
+def errors(model, cells):
     found = np.array([1.0 + model.curve(strategy).sum() for strategy in strategies(cells)])
     return found / cells["accept_length"].to_numpy(np.float64) - 1.0
 
 
-def left_out(cells: pd.DataFrame, column: str) -> np.ndarray:
+def left_out(cells, column):
     """Errors where each value of `column` is left out of the fit in turn."""
     parts = [cells[column] == value for value in sorted(cells[column].unique())]
     return np.abs(np.concatenate([errors(fitted(cells[~part]), cells[part]) for part in parts]))
 
 
-def test_tlt_errs_one_percent_on_held_out_cells(shared_data: Path):
+def test_tlt_errs_one_percent_on_held_out_cells(shared_data):
     cells = pd.read_csv(shared_data / "tlt_sd_tables.csv").rename(columns={"topk": "top_k"})
     cells = cells[cells["accept_length"].notna()]
     curve = fitted(cells)

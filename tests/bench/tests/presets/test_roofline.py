@@ -1,7 +1,5 @@
 """Predicted against measured: the errors that the README states, and the presets that come from the same fit."""
 
-from pathlib import Path
-
 import pytest
 
 from bench.presets.roofline import fitted, presets, rows
@@ -9,7 +7,7 @@ from tltlab.costs.load import load_costs
 
 
 @pytest.fixture(scope="module")
-def table(shared_data: Path):
+def table(shared_data):
     return rows(shared_data).set_index("what")
 
 
@@ -21,7 +19,7 @@ def test_constants_hold_for_both_tlt_and_vllm(table):
     assert table["n_points"]["Fig. 13: depth x tokens to verify, speed-up"] == 36
 
 
-def test_a_tp_that_was_left_out_is_predicted(table, shared_data: Path):
+def test_a_tp_that_was_left_out_is_predicted(table, shared_data):
     held_out = table.loc["each TP left out"]
     assert held_out["mean_abs_error"] < 0.05
     assert not held_out["used_for_fit"]
@@ -46,7 +44,7 @@ def test_table_4_fits_a_long_context_better(table):
     assert "the most allowed" in long["note"]
 
 
-def test_presets_that_ship_are_those_of_fit(shared_data: Path):
+def test_presets_that_ship_are_those_of_fit(shared_data):
     for name, made in presets(shared_data).items():
         shipped = load_costs(name)
         assert shipped.notes == made.notes

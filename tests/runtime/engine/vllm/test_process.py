@@ -17,7 +17,6 @@ from collections import Counter
 from contextlib import suppress
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -299,7 +298,7 @@ class Actor:
         limits = {"max_model_len": 128, "kv_cache_memory_bytes": 1 << 25, "distributed_executor_backend": "uni"}
         self.llm = LLM(model, enforce_eager=True, dtype="float32", **limits)
         self.settings = SamplingParams(ignore_eos=True, max_tokens=24)
-        self.prompts: Any = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        self.prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
 
     def generate(self):
         self.llm.generate(self.prompts, self.settings, use_tqdm=False)

@@ -75,7 +75,7 @@ class Recorded:
         config = self.scheduler.vllm_config
         config.additional_config = vllm_options(None, record=path)["additional_config"]
         record_only(self.scheduler)
-        self.recording: LiveRecording = self.scheduler.close_recording.__self__._recording
+        self.recording = self.scheduler.close_recording.__self__._recording
 
     def answers(self, num=3, **settings):
         from vllm import SamplingParams

@@ -17,7 +17,7 @@ class Writer:
 
     def __init__(self, store):
         self.store = store
-        self.rows: dict[str, dict[int, float]] = {}
+        self.rows = {}
         self.value = 0.0
 
     def iteration(self, runs):

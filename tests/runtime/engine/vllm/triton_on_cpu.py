@@ -14,11 +14,11 @@ class _NoDriver:
     """vLLM asks for a CPU backend of Triton, whose driver is never active."""
 
     @staticmethod
-    def is_active() -> bool:
+    def is_active():
         return False
 
 
-def _with_boolean_masks(name: str, index: int):
+def _with_boolean_masks(name, index):
     """NumPy refuses the integer masks that the interpreter hands to its masked loads and stores."""
     stock = getattr(InterpreterBuilder, name)
 

@@ -4,17 +4,13 @@
 table.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from tltlab.runtime.engine.vllm import CAPABILITIES, VERSIONS, RequiredName
 
@@ -22,31 +18,31 @@ from tltlab.runtime.engine.vllm import CAPABILITIES, VERSIONS, RequiredName
 class Sources:
     """vLLM's sources: a wheel, or the folder that `vllm` is in. Nothing of them is run."""
 
-    def __init__(self, path: Path):
-        self._root: Any = zipfile.Path(path) if path.is_file() else path
-        self._modules: dict[str, Mapping[str, ast.AST]] = {}
-        self._classes: dict[ast.ClassDef, Mapping[str, ast.AST]] = {}
+    def __init__(self, path):
+        self._root = zipfile.Path(path) if path.is_file() else path
+        self._modules = {}
+        self._classes = {}
 
     @classmethod
-    def installed(cls) -> Sources | None:
+    def installed(cls):
         """Those of the vLLM that an import would find, which is not imported; None without one."""
         spec = find_spec("vllm")
         return cls(Path(spec.origin).parents[1]) if spec is not None and spec.origin else None
 
-    def version(self) -> str:
+    def version(self):
         """The version that the sources give themselves; "" where they give none."""
         return _found(r"^__version__ = version = ['\"]([^'\"+]+)", self._root / "vllm" / "_version.py")
 
-    def torch(self) -> str:
+    def torch(self):
         """The torch that a wheel needs; "" where it is not told."""
         about = [path for path in self._root.iterdir() if re.fullmatch(r"vllm(_cpu)?-.*\.dist-info", path.name)]
         return _found(r"^Requires-Dist: torch==([\d.]+)", about[0] / "METADATA") if about else ""
 
-    def lacks(self, capability: str) -> tuple[str, ...]:
+    def lacks(self, capability):
         """What a capability touches that is not in these sources."""
         return tuple(touch for touch in CAPABILITIES[capability].touches if not self.has(touch))
 
-    def has(self, touch: str) -> bool:
+    def has(self, touch):
         """Whether what is touched is there."""
         symbol = RequiredName.of(touch)
         module, node = self._named(symbol.module, symbol.path[0]) or (symbol.module, None)
@@ -60,7 +56,7 @@ class Sources:
             names.update(name for name in symbol.parameters if self._member(module, node, name) is not None)
         return names.issuperset(symbol.parameters)
 
-    def _member(self, module: str, cls: ast.ClassDef, name: str) -> ast.AST | None:
+    def _member(self, module, cls, name):
         """What a class or one of its bases defines by a name, in its body or on `self`."""
         if cls not in self._classes:
             members = {}
@@ -80,7 +76,7 @@ class Sources:
                 return member
         return None
 
-    def _named(self, module: str, name: str) -> tuple[str, ast.AST] | None:
+    def _named(self, module, name):
         """What a module calls by a name, and the module that defines it."""
         node = self._module(module).get(name)
         if not isinstance(node, ast.ImportFrom):
@@ -95,13 +91,13 @@ class Sources:
             return module, node
         return self._named(source, alias.name)
 
-    def _file(self, module: str) -> Any:
+    def _file(self, module):
         return self._root.joinpath("vllm", *module.split("."))
 
-    def _is_package(self, module: str) -> bool:
+    def _is_package(self, module):
         return bool((self._file(module) / "__init__.py").is_file())
 
-    def _module(self, module: str) -> Mapping[str, ast.AST]:
+    def _module(self, module):
         """A module's names, also those that only some platforms define."""
         if module not in self._modules:
             base = self._file(module)
@@ -114,13 +110,13 @@ class Sources:
         return self._modules[module]
 
 
-def _found(pattern: str, path: Any) -> str:
+def _found(pattern, path):
     """The first group of a pattern in a file; "" where there is none, or no file."""
     match = re.search(pattern, path.read_text(), re.M) if path.is_file() else None
     return match[1] if match else ""
 
 
-def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+def _statements(body):
     for statement in body:
         yield statement
         if isinstance(statement, ast.If | ast.Try):
@@ -129,7 +125,7 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
                     yield from _statements(inner.body if isinstance(inner, ast.ExceptHandler) else [inner])
 
 
-def _defined(statement: ast.AST) -> list[str]:
+def _defined(statement):
     """The names that a statement gives a meaning to."""
     if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return [statement.name]
@@ -139,18 +135,18 @@ def _defined(statement: ast.AST) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
-def _parameters(node: ast.AST | None) -> set[str]:
+def _parameters(node):
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return set()
     return {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
 
 
-def has_each(sources: Sources) -> dict[str, bool]:
+def has_each(sources):
     """Whether these sources have each capability."""
     return {name: not sources.lacks(name) for name in CAPABILITIES}
 
 
-def table(versions: Mapping[str, Any]) -> str:
+def table(versions):
     """The README's table of what `VERSIONS` holds, the newest version first: what each lacks, beside the later ones."""
     lines = ["| vLLM | torch | lacks, beside what later ones lack |", "|---|---|---|"]
     lacking = set()
@@ -163,11 +159,11 @@ def table(versions: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _numbers(version: str) -> list[int]:
+def _numbers(version):
     return [int(number) for number in re.findall(r"\d+", version)]
 
 
-def main(paths: Sequence[str]):
+def main(paths):
     """Hold wheels, or folders that a vLLM is installed in, against the table; `VERSIONS` and what goes into the README.
 
     What was found of other versions before is kept as long as the capabilities are the same.
