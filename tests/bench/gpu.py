@@ -74,6 +74,7 @@ def bench_quick(
     into the minutes is left out.
     """
     from tltlab.rehearsal.plan import plan_of
+    from tltlab.rehearsal.settings import RehearsalConfig
     from tltlab.rehearsal.result import judged
     from tltlab.rehearsal.run import rehearse
     from tltlab.runtime.engine.environment import hardware as machine
@@ -87,10 +88,10 @@ def bench_quick(
     }  # fmt: skip
     for name in shapes:
         size = (64, 2048) if result["driver"] else (8, 128)
-        plan = plan_of(
-            tltlab.read(TRACE), name, policies=QUICK, acceptance="all=geometric:0.7", responses=size[0], cap=size[1],
-            rounds=rounds, plain_batches=batches,
-        )  # fmt: skip
+        config = RehearsalConfig(
+            policies=QUICK, responses=size[0], cap=size[1], rounds=rounds, plain_batches=batches
+        )
+        plan = plan_of(tltlab.read(TRACE), name, config)
         folder = out.with_suffix("") / plan.model
         rehearse(plan, folder, minutes=minutes - (time.monotonic() - begun) / 60, report=progress)
         engine = {"graphs": "planned" if plan.gpus else "none", "scheduling": "synchronous"}

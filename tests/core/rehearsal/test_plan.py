@@ -15,6 +15,7 @@ import tltlab
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.rehearsal.plan import TINY, plan_of, shares
+from tltlab.rehearsal.settings import RehearsalConfig
 from tltlab.runtime.rollout.played import STOCK, RehearsalPlan, requests_of
 from tltlab.traces.trace import Trace
 
@@ -28,12 +29,13 @@ def trace() -> Trace:
 
 def planned(trace: Trace, **options: Any) -> RehearsalPlan:
     chosen = {"policies": "stock,none,ngram:4", "acceptance": "all=geometric:0.7", "responses": 6, "cap": 40}
-    return plan_of(trace, **{"model": "tiny-shape", **chosen, **options})
+    model = options.pop("model", "tiny-shape")
+    return plan_of(trace, model, RehearsalConfig(**chosen | options))
 
 
 @given(responses=st.integers(1, 40), cap=st.integers(1, 5000), workers=st.integers(1, 3))
 def test_lengths_are_scaled_quantiles(trace: Trace, responses: int, cap: int, workers: int):
-    by_worker, _, _ = shares(trace, rl_step=None, workers=workers, responses=responses, cap=cap)
+    by_worker, _, _ = shares(trace, RehearsalConfig(workers=workers, responses=responses, cap=cap))
     assert [len(share) for share in by_worker] == [responses] * workers
     lengths = sorted(length for share in by_worker for length in share)
     assert lengths[-1] == cap
@@ -44,7 +46,7 @@ def test_lengths_are_scaled_quantiles(trace: Trace, responses: int, cap: int, wo
 
 
 def test_lengths_are_the_traces_own_by_default(trace: Trace):
-    (share,), prompt_tokens, about = shares(trace, rl_step=1, workers=1, responses=None, cap=None)
+    (share,), prompt_tokens, about = shares(trace, RehearsalConfig(rl_step=1))
     step = trace.select([1])
     assert max(share) == step.outcomes["response_tokens"].max()
     assert prompt_tokens == max(8, round(step.workload["prompt_tokens"].median()))
