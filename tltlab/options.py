@@ -52,8 +52,9 @@ class Option:
     """A field's option: its help, and what differs from `--name-of-the-field` with a value of the field's type.
 
     `parse` makes a value of text, wherever the text comes from. `cli` is the type on the command line: text for a union
-    of types. `min` is the least number, `max` the largest, `choices` are the words to choose from. `default` replaces the field's default
-    in one command (see `Without`); `...` keeps that. `options_of` fills in `kinds`, the field's types.
+    of types. `min` is the least number, `max` the largest, `choices` are the words to choose from. `default` replaces
+    the field's default in one command (see `Without`); `...` keeps that. `options_of` fills in `kinds`, the field's
+    types.
     """
 
     help: str = ""

@@ -90,18 +90,14 @@ class WarmUpConfig(FrozenModel):
     loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()
     texts: TextConfig = TextConfig()
-    head: Annotated[
-        str | None, Option("A head to continue from: a folder or a hub id.", names=("--from",))
-    ] = None
+    head: Annotated[str | None, Option("A head to continue from: a folder or a hub id.", names=("--from",))] = None
     updates: Annotated[int, Field(ge=0), Option("Most optimizer steps.", min=0)] = 500
     tokens_per_update: Annotated[int, Field(ge=2), Option("Tokens per step.", min=2)] = 4096
     until_accept_length: Annotated[
         float | None, Field(gt=1), Option("Stop when the held-out accept length reaches this.")
     ] = None
     check_every: Annotated[Count, Option("Updates between evaluations on held-out responses.", min=1)] = 50
-    heldout: Annotated[
-        float, Field(gt=0, lt=1), Option("Share of the prompts whose responses are held out.")
-    ] = 0.1
+    heldout: Annotated[float, Field(gt=0, lt=1), Option("Share of the prompts whose responses are held out.")] = 0.1
     depth: Annotated[
         int, Field(ge=1, le=255), Option("Tokens of a draft, where acceptance is measured.", min=1, max=255)
     ] = 8

@@ -32,6 +32,7 @@ from tltlab.sim.topology import load_topology
 from tltlab.traces.schema import MANIFEST_FILE
 from tltlab.traces.trace import Trace
 
+
 @command
 def simulate(
     trace: Annotated[Path, typer.Argument(help="A trace or RUN folder.")],

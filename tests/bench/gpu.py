@@ -74,9 +74,9 @@ def bench_quick(
     into the minutes is left out.
     """
     from tltlab.rehearsal.plan import plan_of
-    from tltlab.rehearsal.settings import RehearsalConfig
     from tltlab.rehearsal.result import judged
     from tltlab.rehearsal.run import rehearse
+    from tltlab.rehearsal.settings import RehearsalConfig
     from tltlab.runtime.engine.environment import hardware as machine
     from tltlab.runtime.engine.environment import versions
     from tltlab.runtime.rollout.played import played
@@ -88,9 +88,7 @@ def bench_quick(
     }  # fmt: skip
     for name in shapes:
         size = (64, 2048) if result["driver"] else (8, 128)
-        config = RehearsalConfig(
-            policies=QUICK, responses=size[0], cap=size[1], rounds=rounds, plain_batches=batches
-        )
+        config = RehearsalConfig(policies=QUICK, responses=size[0], cap=size[1], rounds=rounds, plain_batches=batches)
         plan = plan_of(tltlab.read(TRACE), name, config)
         folder = out.with_suffix("") / plan.model
         rehearse(plan, folder, minutes=minutes - (time.monotonic() - begun) / 60, report=progress)

@@ -49,9 +49,7 @@ class CalibrateConfig:
     ] = None
     rl_steps: options.RlSteps = None
     kind: Annotated[str, Option(f"Kind of costs: {', '.join(KINDS)}.")] = "linear"
-    gpu: Annotated[
-        str | None, Option("GPU of the data, such as H100, or a JSON file; a roofline needs it.")
-    ] = None
+    gpu: Annotated[str | None, Option("GPU of the data, such as H100, or a JSON file; a roofline needs it.")] = None
     model: Annotated[str | None, Option("Model of the data, such as Qwen2.5-32B, or its config.json.")] = None
     tp: Annotated[int | None, Option("GPUs that each worker ran on.")] = None
     acceptance: Annotated[str, Option(f"Kind of acceptance: {', '.join(ACCEPTANCE_KINDS)}.")] = "by-batch"
