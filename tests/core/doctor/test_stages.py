@@ -152,7 +152,7 @@ def test_a_log_without_lengths_is_looked_at(tmp_path: Path) -> None:
     found, findings = told(path)
     assert findings["drafts-collapse"].severity == "problem"
     assert "report" in texts(findings["drafts-collapse"])
-    assert "responses" in dict(found.not_checked)["rollout-share"]
+    assert "responses" in dict(found.not_checked)["drafts-lose-time"]
 
 
 @pytest.mark.parametrize(
