@@ -26,17 +26,13 @@ from tltlab.traces.trace import Trace
 ENOUGH_STEPS = 3  # below it an interval over RL steps says nothing
 LOG_TAIL_BYTES = 1 << 20  # what a run died of stands at the end of its log
 REMEDIES = {
-    "train": "train.minibatches, train.tokens_per_microbatch, train.threads, or more devices for training",
-    "inference": "train.tokens_per_microbatch and train.threads: log-probs are computed by the trainer",
+    "train": "micro-batches of more tokens (train.tokens_per_microbatch), or more devices for training",
+    "inference": "log-probs: micro-batches of more tokens (train.tokens_per_microbatch)",
     "reward": "the reward function: run it in parallel, or cheaper",
     "sync": "how weights reach the engines",
     "advantage": "how advantages are computed: on one process, or token by token?",
     "wait": "the rollouts: training waits for them",
     "other": "what else an RL step does: no timer names it",
-}
-LOG_REMEDIES = {
-    "train": "micro-batches of more tokens, or more devices for training",
-    "inference": "log-probs: micro-batches of more tokens, or those of the rollout engine",
 }
 NO_LOG = "it is looked for in training logs alone"
 STAGE_LABELS = {
@@ -140,11 +136,6 @@ class RunEvidence:
         seconds = pd.DataFrame(list(self.log["seconds"]), index=self.log["rl_step"], dtype=np.float64)
         return stage_table(seconds, self.log.set_index("rl_step")["step_s"])
 
-    def remedy(self, stage: str) -> str:
-        """Advice for a stage that takes most of the time; a log is of another framework, with other settings."""
-        named = REMEDIES if self.log is None else REMEDIES | LOG_REMEDIES
-        return named.get(stage, f"what the framework times as {stage}")
-
     @cached_property
     def per_token(self) -> pd.DataFrame:
         """Rollouts' seconds per token of all responses and of the longest, for RL steps of a log that have these."""
@@ -201,6 +192,11 @@ class RunEvidence:
         named = steps["policy"].astype(object).fillna("").astype(str).str.split().str[0]
         explored: list[int] = steps.loc[named == "explore", "rl_step"].tolist()
         return explored
+
+
+def remedy(stage: str) -> str:
+    """Return what to look at where a stage takes most of the time."""
+    return REMEDIES.get(stage, f"what the framework times as {stage}")
 
 
 def stage_label(stage: str) -> str:

@@ -17,12 +17,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from tltlab.arrays import Floats
 from tltlab.calibration.logged import COLLAPSED
 from tltlab.calibration.stages import rollout_rows
 from tltlab.errors import ConfigError, one_line
 from tltlab.records import frozen
-from tltlab.stats import Interval, mean_of_few
+from tltlab.stats import SIDE, Interval, change_point, mean_of_few
 from tltlab.traces.trace import Trace
 
 from .evidence import (
@@ -33,6 +32,7 @@ from .evidence import (
     accepted_pairs,
     need,
     ratio,
+    remedy,
     stage_label,
 )
 
@@ -50,7 +50,6 @@ STARVED = 0.95  # mean length trained on over that generated below which the pol
 WAITING = 0.02  # share of rollouts spent waiting for the drafter's trainers from which it is worth a setting
 QUOTE_LETTERS = 240
 LINES_BEFORE = 40  # lines before an error that belong to it: a traceback through vLLM has some 30
-LEAST_SIDE = 2  # RL steps before and behind a change: a single slow one is none
 GROWN_SHARE = 0.1  # share of the RL step by which a stage must grow: below it there is little to gain
 LARGE_SHARE = 0.3  # share of the RL step from which a stage that grew is a problem
 KEPT = 1.2  # accept length of a drafter that did work: TLT's Fig 13 has its cheapest step at 1.71 plain ones
@@ -405,14 +404,14 @@ def drafts_collapse(run: RunEvidence) -> Findings:
     none_kept = length <= COLLAPSED
     at = int(none_kept.argmax())
     if not none_kept.any():
-        split = change(-length)
+        split = change_point(-length)
         if split is None or np.median(length[split:]) - 1 > LOST * (np.median(length[:split]) - 1):
             return
         at = split
     bad = rows[none_kept] if none_kept.any() else rows.iloc[at:]
     before = rows.iloc[:at] if at else rows[~none_kept]
     on = bool(bad["has_drafts"].all())
-    if (len(before) and before["accept_length"].median() < KEPT) or len(bad) < (1 if on else LEAST_SIDE):
+    if (len(before) and before["accept_length"].median() < KEPT) or len(bad) < (1 if on else SIDE):
         return
     slower = _slower(run, before["rl_step"], bad["rl_step"])
     # A log may write one token per draft where nothing was drafted.
@@ -447,7 +446,7 @@ def _drafted(run: RunEvidence) -> pd.DataFrame:
         log = log.assign(accept_length=1.0 + log["draft_rate"])
     rows = log[log["accept_length"].notna()].reset_index(drop=True)
     need(len(rows), "the log has no tokens per draft")
-    need(len(rows) >= 2 * LEAST_SIDE, f"a change needs {2 * LEAST_SIDE} RL steps with drafts")
+    need(len(rows) >= 2 * SIDE, f"a change needs {2 * SIDE} RL steps with drafts")
     return rows
 
 
@@ -480,21 +479,6 @@ def _slower(run: RunEvidence, before: pd.Series, behind: pd.Series) -> _Slower |
         return None
     times = now["per_token"].median() / was["per_token"].median()
     return _Slower(now["rollout_s"].median(), was["rollout_s"].median(), times)
-
-
-def change(values: Floats) -> int | None:
-    """Where a series rises for good: the first index behind; None where it does not.
-
-    The change is the split with the largest variance between both sides; at most one value in ten may overlap.
-    """
-    num = len(values)
-    if num < 2 * LEAST_SIDE + 1 or not np.isfinite(values).all():
-        return None
-    sums, at = np.cumsum(values), np.arange(LEAST_SIDE, num - LEAST_SIDE + 1)
-    rise = (sums[-1] - sums[at - 1]) / (num - at) - sums[at - 1] / at
-    best = int(at[np.argmax(np.sign(rise) * rise**2 * at * (num - at))])
-    least = np.quantile(values[best:], 0.1, method="lower")
-    return best if least > np.quantile(values[:best], 0.9, method="higher") else None
 
 
 @check("switches-often", "few switches")
@@ -558,7 +542,7 @@ def waits_for_training(run: RunEvidence) -> Findings:
 def rollout_slower(run: RunEvidence) -> Findings:
     """Rollouts take longer for the same lengths late in the run than early, and it is not for the drafts."""
     rows = run.per_token
-    at = change(rows["per_token"].to_numpy(np.float64))
+    at = change_point(rows["per_token"].to_numpy(np.float64))
     if at is None:
         return
     before, behind = rows.iloc[:at], rows.iloc[at:]
@@ -582,12 +566,12 @@ def rollout_slower(run: RunEvidence) -> Findings:
 def stage_grows(run: RunEvidence) -> Findings:
     """A stage takes far more of the RL step late in the run than early."""
     stages = run.stages
-    enough = len(stages) >= 2 * LEAST_SIDE + 1
-    need(enough, f"a change needs {2 * LEAST_SIDE + 1} RL steps whose stages are timed")
+    enough = len(stages) >= 2 * SIDE + 1
+    need(enough, f"a change needs {2 * SIDE + 1} RL steps whose stages are timed")
     found: list[tuple[float, Finding]] = []
     for name in stages.columns.difference(["step", "rollout"]):
         timed = stages[stages[name].notna() & (stages["step"] > 0)]
-        at = change(timed[name].to_numpy(np.float64))
+        at = change_point(timed[name].to_numpy(np.float64))
         if at is None:
             continue
         before, behind = timed.iloc[:at], timed.iloc[at:]
@@ -606,7 +590,7 @@ def stage_grows(run: RunEvidence) -> Findings:
             f"{title[:1].upper()}{title[1:]} takes {own:.0%} of the RL step's work from RL step {first} on",
             f"It takes {behind[name].median():.4g} of {behind['step'].median():.4g} s, {share:.0%} of the RL step"
             f"{waiting}; before {before[name].median():.3g} s, {was:.0%}.",
-            f"Look at {run.remedy(name)}, and at what changed at RL step {first}.",
+            f"Look at {remedy(name)}, and at what changed at RL step {first}.",
             rl_steps(behind.index),
         )
         found.append((float(share - was), finding))
@@ -647,7 +631,7 @@ def not_bottleneck(run: RunEvidence) -> Findings:
         f"The rollout is not the bottleneck, {stage_label(largest)} is",
         f"{lead} is {share:.0%} of an RL step, {breakdown}: one twice as fast would save {share.estimate / 2:.0%} of "
         "it.",
-        f"Look at {run.remedy(largest)}.",
+        f"Look at {remedy(largest)}.",
     )
 
 
@@ -722,27 +706,23 @@ def no_graph(run: RunEvidence) -> Findings:
     lacking = table[table["graph"] != "full"]
     by_depth = lacking.groupby("draft_depth")["duration"].sum()
     most = f"draft depth {by_depth.idxmax()}" if by_depth.idxmax() else "plain decoding"
-    title = "Engines decode without full CUDA graphs"
-    evidence = (
+    advice = (
+        "Leave rollout.vllm.enforce_eager and compilation_config out and rollout.graphs at planned; raise "
+        "rollout.vllm.max_num_batched_tokens for batches larger than those captured."
+    )
+    if eager < GRAPHLESS_SHARE:
+        advice = (
+            "rollout.graphs = planned captures graphs for drafts of any lengths where attention takes them (Hopper); "
+            "elsewhere drop model-free drafters and fallbacks, so that vLLM takes its V2 runner, or draft at one depth."
+        )
+    yield Finding(
+        "problem" if eager >= GRAPHLESS_SHARE else "hint",
+        "Engines decode without full CUDA graphs",
         f"{piecewise:.0%} of decoding time ran in piecewise graphs and {eager:.0%} in none, most of it "
         f"({by_depth.max() / by_depth.sum():.0%}) at {most}; batches of {lacking['batch'].min()} to "
-        f"{lacking['batch'].max()}."
+        f"{lacking['batch'].max()}.",
+        advice,
     )
-    if eager >= GRAPHLESS_SHARE:
-        yield problem(
-            title,
-            evidence,
-            "Leave rollout.vllm.enforce_eager and compilation_config out and rollout.graphs at planned; raise "
-            "rollout.vllm.max_num_batched_tokens for batches larger than those captured.",
-        )
-    else:
-        yield hint(
-            title,
-            evidence,
-            "rollout.graphs = planned captures graphs for drafts of any lengths where attention takes them (Hopper); "
-            "elsewhere drop model-free drafters and fallbacks, so that vLLM takes its V2 runner, or draft at one "
-            "depth.",
-        )
 
 
 @check("long-starved", "training sees the lengths that are generated")
