@@ -251,7 +251,7 @@ def _graphs(
     from tltlab.runtime.drafter.heads.kinds import new_head
     from tltlab.runtime.engine.engine import Engine
     from tltlab.runtime.engine.generation import GenerationRequest
-    from tltlab.runtime.engine.graphs import memory_bytes, plan_graphs, vllm_pool
+    from tltlab.runtime.engine.graphs import memory_bytes, plan_graphs
     from tltlab.runtime.engine.profile import ForcedDrafter
     from tltlab.strategy import Strategy
 
@@ -261,7 +261,6 @@ def _graphs(
         policy, max(batches), runner="V1" if runner == "V1" else "V2", any_lengths=graphs == "planned", plain=True
     )
     shape = find_model(model)
-    pool = vllm_pool(shape.layers, shape.hidden, shape.vocab)
     settings = _WITHOUT_WEIGHTS | {"max_num_seqs": max(batches), "kv_cache_memory_bytes": kv_bytes}
     with tempfile.TemporaryDirectory() as folder:
         drafters: dict[str, Any] = {}
@@ -281,7 +280,7 @@ def _graphs(
         row = {
             "started_s": time.perf_counter() - start, "captured": asdict(captured), "depths": planned.depths,
             "planned": planned.full_graphs() if graphs == "planned" else None, "cells": cells,
-            "memory": _memory(memory_bytes(pool, planned), captured.num_bytes),
+            "memory": _memory(memory_bytes(planned, shape.layers, shape.vocab), captured.num_bytes),
         }  # fmt: skip
         for visit, (batch, depth) in enumerate((b, k) for b in batches for k in planned.depths):
             engine.set_policy(Fixed(Strategy.chain(drafter, depth)))

@@ -178,14 +178,12 @@ class _Fits:
 
     def models(self) -> dict[str, BaseModel | None]:
         """Return the models by output."""
-        costs = self.costs or self.log
-        return {
-            "out": costs and costs.costs,
-            "acceptance_out": self.acceptance and self.acceptance.model,
-            "stages_out": self.stages and self.stages.costs,
-            "spot_out": self.spot and self.spot.model,
-            "freshness_out": self.freshness and self.freshness.model,
-        }
+        fits = (
+            ("out", self.costs or self.log, "costs"), ("acceptance_out", self.acceptance, "model"),
+            ("stages_out", self.stages, "costs"), ("spot_out", self.spot, "model"),
+            ("freshness_out", self.freshness, "model"),
+        )  # fmt: skip
+        return {name: getattr(fit, attribute, None) for name, fit, attribute in fits}
 
     @property
     def notes(self) -> list[str]:
