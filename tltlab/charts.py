@@ -8,7 +8,6 @@ import io
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,68 +40,6 @@ FORMATS = (".png", ".svg")
 Values = Sequence[float | None] | np.ndarray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PanelTexts:
-    """Texts for places in a panel: `texts[i]` at `x[i]`, at `y[i]`, or at both, in the panel's units.
-
-    The text nearest to the pointer is shown; with `holds`, the one that began last before it ("" for nothing).
-    `between` are the ends in y of the lane that is meant, None for the whole panel.
-    """
-
-    axes: Axes
-    texts: Sequence[str]
-    x: np.ndarray | None = None
-    y: np.ndarray | None = None
-    holds: bool = False
-    between: tuple[float, float] | None = None
-
-
-class Chart(Figure):
-    """A figure with texts for its places: a page shows them at the pointer."""
-
-    def __init__(self, *args: Any, **keywords: Any):
-        super().__init__(*args, **keywords)
-        self.readings: list[PanelTexts] = []
-
-    def places(self) -> list[dict[str, Any]]:
-        """The readings of the chart as it was drawn last: `texts`, and places in 1/10,000 of its width and height.
-
-        `box` is left, top, right and bottom of where a reading counts.
-        """
-        return [self._place(reading) for reading in self.readings if len(reading.texts)]
-
-    def _place(self, reading: PanelTexts) -> dict[str, Any]:
-        axes, num = reading.axes, len(reading.texts)
-        data = np.empty((num, 2))
-        data[:, 0] = axes.get_xlim()[0] if reading.x is None else reading.x
-        data[:, 1] = axes.get_ylim()[0] if reading.y is None else reading.y
-        shares = (axes.transData - self.transFigure).transform(data)
-        placed = np.rint(1e4 * np.column_stack([shares[:, 0], 1 - shares[:, 1]])).astype(int)
-        box = axes.get_position()
-        low, high = box.y0, box.y1
-        if reading.between is not None:
-            ends = np.column_stack([np.full(2, axes.get_xlim()[0]), reading.between])
-            low, high = sorted((axes.transData - self.transFigure).transform(ends)[:, 1])
-        place: dict[str, Any] = {"box": [round(1e4 * end) for end in (box.x0, 1 - high, box.x1, 1 - low)]}
-        place |= {} if reading.x is None else {"x": placed[:, 0].tolist()}
-        place |= {} if reading.y is None else {"y": placed[:, 1].tolist()}
-        return place | {"holds": reading.holds, "texts": list(reading.texts)}
-
-
-def brief(value: float) -> str:
-    """Format a number for a chart.
-
-    >>> brief(0.12345), brief(12345.6), brief(3.0)
-    ('0.1235', '12,346', '3')
-    """
-    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
-
-
-def _add_reading(axes: Axes, texts: Sequence[str], x: np.ndarray | None = None, y: np.ndarray | None = None) -> None:
-    if isinstance(axes.figure, Chart):
-        axes.figure.readings.append(PanelTexts(axes=axes, texts=texts, x=x, y=y))
-
-
 def bars(
     labels: Sequence[str],
     values: Values,
@@ -122,10 +59,9 @@ def bars(
     names = [textwrap.fill(label, _LABEL_LETTERS) for label in labels]
     if axes is None:
         row_in = 0.3 + 0.15 * max((name.count("\n") for name in names), default=0)
-        axes = Chart(figsize=(_WIDTH_IN, 0.85 + row_in * max(len(labels), 1)), layout="constrained").subplots()
+        axes = Figure(figsize=(_WIDTH_IN, 0.85 + row_in * max(len(labels), 1)), layout="constrained").subplots()
     y, size = np.arange(len(labels)), _floats(values)
     axes.barh(y, np.nan_to_num(size), height=0.62, color=COLORS[4], edgecolor=COLORS[0], linewidth=0.6)
-    least = most = np.full(len(size), np.nan)
     if low is not None and high is not None:
         least, most = _floats(low), _floats(high)
         finite = np.isfinite(size) & np.isfinite(least) & np.isfinite(most)
@@ -138,8 +74,6 @@ def bars(
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     finish(axes, xlabel=xlabel, title=title, grid="x")
-    texts = [_value_text(*row) for row in zip(size, least, most, strict=True)]
-    _add_reading(axes, [f"{name}\n{xlabel}: {value or '–'}" for name, value in zip(labels, texts, strict=True)], y=y)
     figure = axes.figure
     assert isinstance(figure, Figure)
     return figure
@@ -158,7 +92,7 @@ def lines(
 
     `doubling` spaces x = 1, 2, 4, ... evenly, as batch sizes want it.
     """
-    figure = Chart(figsize=(_WIDTH_IN, 2.9), layout="constrained")
+    figure = Figure(figsize=(_WIDTH_IN, 2.9), layout="constrained")
     axes = figure.subplots()
     for i, (name, (x, y)) in enumerate(series.items()):
         across, up, color = _floats(x), _floats(y), COLORS[i % len(COLORS)]
@@ -177,25 +111,7 @@ def lines(
     if len(series) > 1:
         _legend(axes)
     finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
-    _read_lines(axes, series, bands or {}, xlabel, ylabel)
     return figure
-
-
-def _read_lines(
-    axes: Axes, series: Mapping[str, tuple[Any, Any]], bands: Mapping[str, tuple[Any, Any]], xlabel: str, ylabel: str
-) -> None:
-    """Every line's value at each x that one of them has; of a line that passes it between its own, what it passes."""
-    every = np.unique(np.concatenate([np.empty(0), *(_floats(x) for x, _ in series.values())]))
-    texts = [f"{xlabel}: {brief(x)}" for x in every]
-    for name, (x, y) in series.items():
-        across, up = _floats(x), _floats(y)
-        ends = [_floats(end) for end in bands[name]] if name in bands else [np.full(len(up), np.nan)] * 2
-        values = {at: _value_text(*row) for at, *row in zip(across, up, *ends, strict=True)}
-        passed = np.interp(every, across, up, left=np.nan, right=np.nan) if len(up) else np.full(len(every), np.nan)
-        for i, (at, between) in enumerate(zip(every, passed, strict=True)):
-            value = values.get(at) or ("" if np.isnan(between) else f"about {brief(between)}")
-            texts[i] += f"\n{name if len(series) > 1 else ylabel}: {value}" if value else ""
-    _add_reading(axes, texts, x=every)
 
 
 def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str) -> Figure:
@@ -204,13 +120,12 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str) -> Figu
     `parts` are shares between 0 and 1, one per value of x; a part that is 0 throughout takes a colour and is not
     drawn.
     """
-    figure = Chart(figsize=(_WIDTH_IN, 2.9), layout="constrained")
+    figure = Figure(figsize=(_WIDTH_IN, 2.9), layout="constrained")
     axes = figure.subplots()
     across = _floats(x)
     width = float(np.min(np.diff(across))) if len(across) > 1 else 1.0
     floor = np.zeros(len(across))
     num_drawn = 0
-    texts = [f"{xlabel}: {brief(at)}" for at in across]
     for i, (name, part) in enumerate(parts.items()):
         height = np.nan_to_num(_floats(part))
         if not height.any():
@@ -220,14 +135,12 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str) -> Figu
                  gid=f"series-{num_drawn}")  # fmt: skip
         floor += height
         num_drawn += 1
-        texts = [f"{text}\n{name}: {share:.1%}" for text, share in zip(texts, height, strict=True)]
     _round_ticks(axes, across)
     axes.set_ylim(0, 100)
     if len(across):
         axes.set_xlim(across.min() - 0.6 * width, across.max() + 0.6 * width)
     _legend(axes)
     finish(axes, xlabel=xlabel, ylabel="%", title=title, grid=None)
-    _add_reading(axes, texts, x=across)
     return figure
 
 
@@ -235,7 +148,7 @@ def scatter_identity(
     measured: Values, predicted: Values, *, xlabel: str, ylabel: str, title: str, labels: Sequence[str] | None = None
 ) -> Figure:
     """Predicted over measured with the line on which they agree; `labels` names each point's group."""
-    figure = Chart(figsize=(4.6, 4.0), layout="constrained")
+    figure = Figure(figsize=(4.6, 4.0), layout="constrained")
     axes = figure.subplots()
     x, y = _floats(measured), _floats(predicted)
     group = np.asarray(labels if labels is not None else [""] * len(x), dtype=object)
@@ -252,12 +165,6 @@ def scatter_identity(
     if labels is not None:
         _legend(axes, columns=3)
     finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
-    finite = np.isfinite(x) & np.isfinite(y)
-    texts = [
-        f"{name}\n{xlabel}: {brief(at)}\n{ylabel}: {brief(up)}".lstrip()
-        for name, at, up in zip(group[finite], x[finite], y[finite], strict=True)
-    ]
-    _add_reading(axes, texts, x=x[finite], y=y[finite])
     return figure
 
 
@@ -340,13 +247,6 @@ def _bytes(figure: Figure, kind: str, *, transparent: bool = False) -> bytes:
         metadata = {"Date": None} if kind == "svg" else None
         figure.savefig(buffer, format=kind, dpi=160, metadata=metadata, transparent=transparent)
     return buffer.getvalue()
-
-
-def _value_text(value: float, low: float, high: float) -> str:
-    """A value with the ends of its interval, where they are known; "" where it is not."""
-    if np.isnan(value):
-        return ""
-    return brief(value) + (f" ({brief(low)} to {brief(high)})" if np.isfinite(low) and np.isfinite(high) else "")
 
 
 def _floats(values: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Options of commands, keywords in Python, TOML files and JSON from one frozen dataclass.
+"""Options of commands, keywords in Python, TOML files and JSON from one frozen dataclass, or model of pydantic.
 
 A field with an `Option` is on the command line; `check` in `__post_init__` refuses the same values from everywhere:
 
@@ -32,7 +32,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from .config import shown
+from pydantic import BaseModel
+
+from .config import faults_in, shown
 from .errors import ConfigError, did_you_mean
 from .files import read_text
 
@@ -50,8 +52,9 @@ class Option:
     """A field's option: its help, and what differs from `--name-of-the-field` with a value of the field's type.
 
     `parse` makes a value of text, wherever the text comes from. `cli` is the type on the command line: text for a union
-    of types. `min` is the least number, `choices` are the words to choose from. `default` replaces the field's default
-    in one command (see `Without`); `...` keeps that. `options_of` fills in `kinds`, the field's types.
+    of types. `min` is the least number, `max` the largest, `choices` are the words to choose from. `default` replaces
+    the field's default in one command (see `Without`); `...` keeps that. `options_of` fills in `kinds`, the field's
+    types.
     """
 
     help: str = ""
@@ -60,7 +63,8 @@ class Option:
     parse: Callable[[str], Any] | None = None
     cli: Any = None
     choices: tuple[str, ...] = ()
-    min: int | None = None
+    min: float | None = None
+    max: float | None = None
     hidden: bool = False
     metavar: str | None = None
     default: Any = ...
@@ -77,6 +81,8 @@ class Option:
             raise ConfigError(f"{name} is {shown(value)}; there are {', '.join(self.choices)}")
         if self.min is not None and not value >= self.min:
             raise ConfigError(f"{name} must be at least {self.min}, got {value}")
+        if self.max is not None and not value <= self.max:
+            raise ConfigError(f"{name} must be at most {self.max}, got {value}")
         return tuple(value) if isinstance(value, list) and tuple in self.kinds else value
 
     def _takes(self, value: Any) -> bool:
@@ -117,13 +123,16 @@ class Without:
 
 @cache
 def options_of(kind: Any) -> Mapping[str, Option]:
-    """Return the options of a dataclass by field, with the fields' types and defaults."""
+    """Return the options of a dataclass, or of a model of pydantic, by field, with the fields' types and defaults."""
     hints, found = get_type_hints(kind, include_extras=True), {}
-    for each in fields(kind):
-        hint = hints[each.name]
-        for option in getattr(hint, "__metadata__", ()):
+    if is_dataclass(kind):
+        defaults = {each.name: ... if each.default is MISSING else each.default for each in fields(kind)}
+    else:
+        defaults = {name: ... if each.is_required() else each.default for name, each in kind.model_fields.items()}
+    for name, default in defaults.items():
+        for option in getattr(hints[name], "__metadata__", ()):
             if isinstance(option, Option):
-                found[each.name] = _completed(option, hint.__origin__, each.default)
+                found[name] = _completed(option, hints[name].__origin__, default)
     return found
 
 
@@ -137,9 +146,7 @@ def _completed(option: Option, hint: Any, default: Any) -> Option:
         cli = named[0]
     elif kinds <= _LISTS and get_args(named[0])[0] is str:
         cli = list[str]
-    return replace(
-        option, choices=words, kinds=kinds, cli=option.cli or cli, default=... if default is MISSING else default
-    )
+    return replace(option, choices=words, kinds=kinds, cli=option.cli or cli, default=default)
 
 
 def check(settings: Any) -> None:
@@ -182,8 +189,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     for parameter in inspect.signature(function).parameters.values():
         hint = hints[parameter.name]
         kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        if is_dataclass(kind):
-            assert isinstance(kind, type)
+        if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, BaseModel)):
             options: dict[str, Option] = dict(options_of(kind))
             for mark in getattr(hint, "__metadata__", ()):
                 options = mark.apply(options)
@@ -214,7 +220,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 # Typer passes defaults too.
                 if context is None or context.get_parameter_source(name).name == "COMMANDLINE":
                     values[name] = value
-            given[parameter] = kind(**values)
+            with faults_in(file or function.__name__.replace("_", "-")):
+                given[parameter] = kind(**values)
         function(**given)
 
     run.__signature__ = signature  # type: ignore[attr-defined]
@@ -225,10 +232,12 @@ def _parameter(name: str, option: Option) -> Parameter:
     import typer
 
     word = "--" + name.replace("_", "-")
-    default = option.default if isinstance(option.default, bool | int | float | str) else None
+    default = option.default if isinstance(option.default, bool | int | float | str | Path) else None
     # A flag has no --no-FLAG unless neither of them is the default.
     names = option.names or ((f"{word}/--no-{word[2:]}",) if option.cli is bool and default is None else (word,))
-    info = typer.Option(*names, help=option.help, min=option.min, hidden=option.hidden, metavar=option.metavar)
+    info = typer.Option(
+        *names, help=option.help, min=option.min, max=option.max, hidden=option.hidden, metavar=option.metavar
+    )
     hint: Any = Annotated[option.cli if default is not None else option.cli | None, info]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 

@@ -24,6 +24,8 @@ Pair = tuple[int, int]
 Span = tuple[float, float]
 
 LEVEL = 0.95
+SIDE = 2
+"""Fewest values before and behind a change: a single large one is none."""
 
 
 @frozen
@@ -265,3 +267,18 @@ def interval_ends(interval: Interval | None) -> dict[str, float | None] | None:
     if interval is None:
         return None
     return {"mean": interval.estimate, "low": finite(interval.low), "high": finite(interval.high)}
+
+
+def change_point(values: Floats) -> int | None:
+    """Where a series rises for good: the first index behind; None where it does not.
+
+    The change is the split with the largest variance between both sides; at most one value in ten may overlap.
+    """
+    num = len(values)
+    if num < 2 * SIDE + 1 or not np.isfinite(values).all():
+        return None
+    sums, at = np.cumsum(values), np.arange(SIDE, num - SIDE + 1)
+    rise = (sums[-1] - sums[at - 1]) / (num - at) - sums[at - 1] / at
+    best = int(at[np.argmax(np.sign(rise) * rise**2 * at * (num - at))])
+    least = np.quantile(values[best:], 0.1, method="lower")
+    return best if least > np.quantile(values[:best], 0.9, method="higher") else None

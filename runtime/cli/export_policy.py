@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from tltlab.console import Json, emit
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-
-if TYPE_CHECKING:
-    from tltlab.runtime.engine.graphs import GraphPlan
 
 
 def export_policy(
@@ -33,11 +30,11 @@ def export_policy(
     Example: tltlab export-policy policy.json --max-batch 64 --out vllm.json
     """
     from tltlab.policies.policy import load_policy
-    from tltlab.runtime.engine.graphs import VLLM_SUFFIX, notes, plan_graphs
+    from tltlab.runtime.engine.graphs import VLLM_SUFFIX, differences, plan_graphs
 
     chosen = load_policy(policy)
     plan = plan_graphs(chosen, max_batch, fill=fill)
-    if plan.method == VLLM_SUFFIX:
+    if plan.drafts.get("method") == VLLM_SUFFIX:
         # vLLM's V2 runner does not have it.
         plan = plan_graphs(chosen, max_batch, runner="V1")
     if (refused := plan.refused()) is not None:
@@ -49,17 +46,11 @@ def export_policy(
         "num_full_graphs": len(plan.full_graphs()),
         "num_piecewise_graphs": len(plan.capture_sizes),
         "without_full_graph": [list(pair) for pair in plan.without_full_graph()],
-        "notes": list(notes(chosen, plan)),
+        "notes": [*differences(chosen, plan), *plan.notes()],
         "out": None if out is None else str(out),
     }
-    emit(report, as_json=as_json, text=_text(plan, report))
+    emit(report, as_json=as_json, text=_text(report))
 
 
-def _text(plan: GraphPlan, report: dict[str, Any]) -> str:
-    depths = ", ".join(map(str, plan.depths))
-    lines = [
-        json.dumps(report["vllm"], indent=2),
-        f"K in {depths}; {report['num_full_graphs']} full and {report['num_piecewise_graphs']} piecewise graphs",
-        *(f"note: {note}" for note in report["notes"]),
-    ]
-    return "\n".join(lines)
+def _text(report: dict[str, Any]) -> str:
+    return "\n".join([json.dumps(report["vllm"], indent=2), *(f"note: {note}" for note in report["notes"])])

@@ -20,7 +20,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
+
+import numpy as np
 
 from tltlab.drafters.specs import (
     DEFAULT_DRAFTERS,
@@ -32,9 +35,11 @@ from tltlab.drafters.specs import (
     SuffixSpec,
 )
 from tltlab.errors import ConfigError
-from tltlab.planning.graph_pool import GraphPool, plan_for
+from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.policy import Policy
-from tltlab.strategy import Strategy
+from tltlab.policies.selector import Selector
+from tltlab.policies.simple import BatchTable
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 GIB = 2**30
 _TOKEN_BUDGET = 2048
@@ -43,8 +48,8 @@ _TOKEN_BUDGET = 2048
 ANY_TOKENS = 2**31
 """No limit on the tokens that an iteration may schedule."""
 GRAPH_LAYER_BYTES = 1e6
-"""Bytes per layer of a graph, buffers included: 0.4 MB (vLLM's pull request 11349: 35 graphs of 16 layers take 0.21
-GiB) to 0.85 MB (22897: 26 to 28 MiB a graph of 32 layers)."""
+"""Bytes per layer that a graph runs, with buffers: 0.4 MB (vLLM's pull request 11349: 35 graphs of 16 layers take
+0.21 GiB) to 0.85 MB (22897: 26 to 28 MiB a graph of 32 layers)."""
 _SPACINGS = (1.0, 1.25, 1.5, 2.0)
 """Least ratios of neighbouring batch sizes; a plan takes the finest that its memory allows."""
 
@@ -77,15 +82,13 @@ class CapturedGraphs:
 def vllm_batches(max_batch: int, spacing: float = 1.0) -> tuple[int, ...]:
     """The batch sizes that vLLM 0.32 captures for uniform decoding, thinned to a ratio of at least `spacing`.
 
-    >>> vllm_batches(20)
-    (1, 2, 4, 8, 16, 20)
     >>> vllm_batches(64, spacing=1.5)
     (1, 2, 4, 8, 16, 24, 40, 64)
     """
     steps = (1, 2, 4, *range(8, 256, 8), *range(256, max_batch + 1, 16))
-    batches = [n for n in steps if n < max_batch][:1]
+    batches: list[int] = []
     for n in steps:
-        if batches and spacing * batches[-1] <= n < max_batch and n > batches[-1]:
+        if spacing * max(batches, default=0) <= n < max_batch:
             batches.append(n)
     return (*batches, max_batch)
 
@@ -112,11 +115,6 @@ class GraphPlan:
     uneven: bool = False
     any_lengths: bool = False
     max_tokens: int = ANY_TOKENS
-
-    @property
-    def method(self) -> str | None:
-        """vLLM's name of the drafter; None for one that vLLM does not have."""
-        return self.drafts.get("method")
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -180,7 +178,7 @@ class GraphPlan:
                 f"the policy does not describe its drafter {self.drafters[0]} in vLLM's terms, or it is not "
                 'trained yet: describe it under "drafters", with kind "learned", method and model'
             )
-        elif self.method == VLLM_SUFFIX and self.schedule:
+        elif self.drafts.get("method") == VLLM_SUFFIX and self.schedule:
             reason = (
                 f"vLLM's suffix decoding has one K for all batches and fails with another, and the policy has {depths}"
             )
@@ -227,15 +225,12 @@ class GraphPlan:
         """Return the batch sizes and K that the policy may run and vLLM has no full graph for."""
         return tuple(pair for pair, kind in self.kinds().items() if kind != "full")
 
-    def summary(self) -> str:
-        """Describe the runner, the depths and the number of graphs."""
-        return (
+    def notes(self) -> Iterator[str]:
+        """Describe the runner, the depths and the number of graphs; then what may run without a full graph, and why."""
+        yield (
             f"{self.runner} runner, K in {', '.join(map(str, self.depths))}; {len(self.full_graphs())} full and "
             f"{len(self.piecewise_graphs())} piecewise graphs of up to {self.capture_sizes[-1]} tokens"
         )
-
-    def shortfalls(self) -> Iterator[str]:
-        """Describe what may run without a full graph, and why."""
         if self.uneven and not self.any_lengths:
             yield "drafts may differ in length between requests: an iteration in which they do has no full graph"
         if self.drafters and (missing := self.without_full_graph()):
@@ -266,7 +261,6 @@ class GraphPlan:
                 # The graphs would not be captured at the start, and vLLM fails when it captures them later.
                 speculative["enforce_eager"] = True
             if self.runner == "V2" and self.schedule:
-                # The policy chooses K; the schedule lists the depths to capture graphs for.
                 speculative["num_speculative_tokens_per_batch_size"] = [list(row) for row in self.schedule]
         settings["compilation_config"] = {"cudagraph_capture_sizes": list(self.capture_sizes)}
         if self.any_lengths:
@@ -314,13 +308,11 @@ def plan_graphs(
     batches = vllm_batches(max_batch, spacing)
     plan = GraphPlan(
         max_num_seqs=max_batch,
-        may_run=_graphs(policy, max_batch, range(1, max_batch + 1), registry, plain=plain),
-        asked=_graphs(policy, max_batch, batches, registry, plain=plain),
+        may_run=_graphs(policy, max_batch, range(1, max_batch + 1), plain=plain),
+        asked=_graphs(policy, max_batch, batches, plain=plain),
         drafters=used,
         networks=tuple(name for name in used if registry[name].made_by == "workers"),
-        drafts=_method(specs[used[0]], max(s.draft_depth for s in strategies))
-        if len(used) == 1 and used[0] in specs
-        else {},
+        drafts=_method(specs.get(used[0]), max(s.draft_depth for s in strategies)) if len(used) == 1 else {},
         deepest=max((s.draft_depth for s in strategies), default=0) if deepest is None else deepest,
         runner=runner,
         uneven=bool(policy.budget) or not all(registry[name].made_by == "workers" for name in used),
@@ -342,63 +334,72 @@ def plan_graphs(
     return plan
 
 
-def fitting_plan(plan: Callable[..., GraphPlan], pool: GraphPool, cap_bytes: float) -> GraphPlan:
+def fitting_plan(plan: Callable[..., GraphPlan], num_layers: int, vocab_size: int, cap_bytes: float) -> GraphPlan:
     """Return the plan that leaves least without a full graph and fits `cap_bytes`, over spacings and `fill`.
 
     Among equals it has the finest batch sizes. ConfigError where none fits.
     """
     plans = [plan(spacing=spacing, fill=fill) for fill in (True, False) for spacing in _SPACINGS]
-    fitting = [each for each in plans if memory_bytes(pool, each) <= cap_bytes]
+    took = [memory_bytes(each, num_layers, vocab_size) for each in plans]
+    fitting = [each for each, num_bytes in zip(plans, took, strict=True) if num_bytes <= cap_bytes]
     if not fitting:
-        least = plans[-1]
-        full, piecewise = len(least.full_graphs()), len(least.piecewise_graphs())
         raise ConfigError(
-            f"the policy's {full} full and {piecewise} piecewise graphs take {memory_bytes(pool, least) / GIB:.2f} "
-            f"GiB, more than {cap_bytes / GIB:.2f}: give fewer depths, or a smaller largest batch than "
-            f"{least.max_num_seqs}"
+            f"the policy's graphs take {took[-1] / GIB:.2f} GiB, more than {cap_bytes / GIB:.2f}: give fewer depths, "
+            f"or a smaller largest batch than {plans[-1].max_num_seqs}"
         )
     return min(fitting, key=lambda each: len(each.without_full_graph()))
 
 
-def vllm_pool(num_layers: int, hidden_size: int, vocab_size: int, *, tensor_parallel: int = 1) -> GraphPool:
-    """Return the pool of a model's graphs in vLLM; page tables are no part of them."""
-    return GraphPool(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        context_tokens=1,
-        tensor_parallel=tensor_parallel,
-        bytes_per_layer=GRAPH_LAYER_BYTES,
-    )
+def memory_bytes(plan: GraphPlan, num_layers: int, vocab_size: int) -> float:
+    """Estimate, from above, the bytes on one GPU that the graphs of a plan take for a model of so many layers.
 
-
-def memory_bytes(pool: GraphPool, plan: GraphPlan) -> float:
-    """Bytes on one GPU that the graphs of a plan take by the pool's model.
-
-    vLLM computes the target's logits outside its graphs, and all graphs share its page tables: neither counts. Its
-    graphs share one memory pool where the model gives each runner its own, so this is an overestimate.
+    vLLM computes the target's logits outside its graphs. A drafter of one layer has two graphs per level and batch
+    size, with the logits of two tokens per request in bf16 and fp32, and the softmax in fp32.
     """
-    drafting = pool.model_copy(update={"page_tables": 0})
-    verifying = drafting.model_copy(update={"vocab_size": 1})
-    full = plan.full_graphs()
-    by_depth = {k: tuple(size // (k + 1) for size, depth in full if depth == k) for k in {*plan.depths, plan.deepest}}
-    target = [verifying.target_bytes(k + 1, batches) for k, batches in sorted(by_depth.items()) if batches]
-    # Piecewise graphs, and those of any lengths, go by tokens.
-    target.append(verifying.target_bytes(1, plan.capture_sizes))
+    num_graphs = len(plan.full_graphs()) + len(plan.piecewise_graphs())
     # Every capture size that is a batch is one of a drafter's levels. On V1 one graph per size is for all depths and
     # levels; there are none together with full graphs of any lengths.
-    levels = tuple(n for n in plan.capture_sizes if n <= plan.max_num_seqs)
+    levels = [n for n in plan.capture_sizes if n <= plan.max_num_seqs]
     depths = [k for k in plan.depths if k] if plan.runner == "V2" else [] if plan.any_lengths else [1]
-    chains = [Strategy.chain(name, k) for name in plan.networks for k in depths]
-    return sum(target) + sum(drafting.drafter_bytes(chain, levels) for chain in chains)
+    logits = 16.0 * vocab_size * max(levels, default=0)
+    drafting = sum(2 * k * len(levels) * GRAPH_LAYER_BYTES + logits for k in depths)
+    return num_graphs * (num_layers + 1) * GRAPH_LAYER_BYTES + len(plan.networks) * drafting
 
 
-def _graphs(
-    policy: Policy, max_batch: int, batches: Sequence[int], drafters: Drafters, *, plain: bool
-) -> tuple[BatchDepth, ...]:
-    graphs = plan_for(policy, max_batch, batches, drafters).target_graphs
-    also = {(batch, 0) for batch in batches} if plain else set()
-    return tuple(sorted({(batch, tokens - 1) for batch, tokens in graphs} | also))
+def _graphs(policy: Policy, max_batch: int, batches: Sequence[int], *, plain: bool) -> tuple[BatchDepth, ...]:
+    """Return each strategy's K at the `batches` at which the policy may choose it, and at the largest of these.
+
+    A table's rows and BEG-MAB's buckets, with all their arms, have their own batches; what other selectors may choose
+    is asked at every batch. Speculation goes up to the activation's `max_requests`. Plain decoding is asked beyond
+    that, where a policy chooses it, and everywhere where the activation counts the remaining requests, or for `plain`.
+    Iterations in which a hold keeps the other side of the threshold run without a graph.
+    """
+    activation = policy.activation
+    last = min(activation.max_requests, max_batch) if activation else max_batch
+    rows = [row for row in _rows(policy.selector.build(np.random.default_rng(0))) if row[0] <= last]
+    if activation and activation.count == "remaining":
+        rows += [(start, NO_SPECULATION) for start, _ in rows]
+    if last < max_batch:
+        rows.append((last + 1, NO_SPECULATION))
+    starts = sorted({start for start, _ in rows})
+    ends = dict(pairwise([*starts, max_batch + 1]))
+    graphs = {(batch, 0) for batch in batches} if plain else set()
+    for start, strategy in rows:
+        # Batches below the first row use the first.
+        low, high = 1 if start == starts[0] else start, ends[start] - 1
+        graphs |= {(batch, strategy.draft_depth) for batch in (*batches, high) if low <= batch <= high}
+    return tuple(sorted(graphs))
+
+
+def _rows(selector: Selector) -> list[tuple[int, Strategy]]:
+    """(least batch, strategy) of all that a selector may choose; the first bucket holds all batches below it."""
+    starts: tuple[int, ...] = (1,)
+    arms: tuple[tuple[Strategy, ...], ...] = (tuple(selector.strategies),)
+    if isinstance(selector, BatchTable):
+        starts, arms = selector.thresholds, tuple((strategy,) for strategy in selector.rows)
+    elif isinstance(selector, BegMab):
+        starts, arms = selector.thresholds, selector.arms
+    return [(start, arm) for start, bucket in zip((1, *starts[1:]), arms, strict=True) for arm in bucket]
 
 
 def parts_of(specs: Mapping[str, DrafterSpec], name: str) -> tuple[str, ...]:
@@ -407,7 +408,7 @@ def parts_of(specs: Mapping[str, DrafterSpec], name: str) -> tuple[str, ...]:
     return (spec.first, spec.otherwise) if isinstance(spec, HybridSpec) else (name,)
 
 
-def _method(spec: DrafterSpec, deepest: int) -> dict[str, Any]:
+def _method(spec: DrafterSpec | None, deepest: int) -> dict[str, Any]:
     """Return a drafter in vLLM's terms; empty for one that vLLM does not have."""
     if isinstance(spec, LearnedSpec):
         return spec.speculative_config if spec.trained else {}
@@ -415,22 +416,22 @@ def _method(spec: DrafterSpec, deepest: int) -> dict[str, Any]:
         return {"method": VLLM_NGRAM, "prompt_lookup_min": spec.min_match, "prompt_lookup_max": spec.max_match}
     if not isinstance(spec, SuffixSpec):
         return {}
-    settings = spec.arguments()
+    settings, factor = spec.arguments(), float(deepest)
+    if settings["length"] == "match":
+        # As many tokens as matched, times this factor; else the full depth, independent of the match.
+        factor = settings["match_factor"]
     return {
         "method": VLLM_SUFFIX,
         "suffix_decoding_max_tree_depth": settings["max_match"] + deepest,
         "suffix_decoding_min_token_prob": settings["min_token_prob"],
-        # As many tokens as matched, times this factor; else the full depth, independent of the match.
-        "suffix_decoding_max_spec_factor": settings["match_factor"]
-        if settings["length"] == "match"
-        else float(deepest),
+        "suffix_decoding_max_spec_factor": factor,
         # Past responses are searched unless the request alone is.
         **({"suffix_decoding_max_cached_requests": 0} if spec.scopes == ("request",) else {}),
     }
 
 
-def notes(policy: Policy, plan: GraphPlan) -> Iterator[str]:
-    """Describe what stock vLLM, which runs the plan's `settings`, does otherwise, and what gets no full graph."""
+def differences(policy: Policy, plan: GraphPlan) -> Iterator[str]:
+    """Describe what stock vLLM, which runs the plan's `settings`, does otherwise than the policy."""
     if policy.activation and policy.activation.hold_iterations and len(plan.depths) > 1:
         yield "vLLM's schedule goes by the running batch alone: the activation's hold needs the policy's own scheduler"
     if policy.budget is not None and policy.budget.kind != "uniform":
@@ -438,13 +439,12 @@ def notes(policy: Policy, plan: GraphPlan) -> Iterator[str]:
     specs = [policy.drafters.get(name) for name in plan.networks]
     if any(isinstance(spec, LearnedSpec) and (spec.fallback, spec.max_age) != (None, None) for spec in specs):
         yield "vLLM's drafter serves at any age: the fallback needs tltlab.runtime"
-    if plan.method in (VLLM_NGRAM, VLLM_SUFFIX):
+    if plan.drafts.get("method") in (VLLM_NGRAM, VLLM_SUFFIX):
         yield (
             "vLLM's own n-gram drafter searches the request alone, its suffix drafter the request and all responses "
             "before it: what else the policy's drafter is set to search needs tltlab.runtime"
         )
-    if plan.method == VLLM_SUFFIX:
+    if plan.drafts.get("method") == VLLM_SUFFIX:
         yield "vLLM's suffix decoding needs arctic-inference where vLLM runs"
-    yield from plan.shortfalls()
     if plan.capture_sizes[-1] > _TOKEN_BUDGET and plan.max_tokens == ANY_TOKENS:
         yield f"max_num_batched_tokens must be at least {plan.capture_sizes[-1]}, the largest size to capture"

@@ -17,9 +17,9 @@ from tltlab.files import read_json, write_file
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.data.prompts import Prompt, load_prompts
-from tltlab.runtime.drafter.offline.data import PromptedText, TextConfig, load_target
-from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
-from tltlab.runtime.recipe.drafter import DrafterConfig, LossConfig, OptimConfig
+from tltlab.runtime.drafter.offline.data import PromptedText, load_target
+from tltlab.runtime.drafter.offline.warm_up import train_drafter
+from tltlab.runtime.recipe.drafter import DrafterConfig, LossConfig, OptimConfig, TextConfig, WarmUpConfig
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import DataConfig, EvalConfig, RolloutConfig, TrainConfig
 from tltlab.strategy import Strategy

@@ -10,11 +10,13 @@ from tltlab.config import FrozenModel
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.schedule import ScheduleConfig
+from tltlab.options import Option
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
 Method = Literal["eagle", "eagle3", "mtp"]
 
 
@@ -55,6 +57,52 @@ class OptimConfig(FrozenModel):
     weight_decay: Weight = 0.01
     max_grad_norm: Positive = 1.0
     warmup: Annotated[int, Field(ge=0)] = 20
+
+
+class TextConfig(FrozenModel):
+    """Selection of texts: at most `responses`, drawn at random, each cut to `max_response_tokens`.
+
+    A file's columns hold text or token ids; text of a response ends in the end-of-sequence token. Where a file has no
+    `response_column` the target answers its prompts, at `temperature`.
+    """
+
+    responses: Annotated[Count, Option("Most responses, drawn at random.", min=1)] = 512
+    max_response_tokens: Annotated[Count, Option("Most tokens of a response.", min=1)] = 1024
+    temperature: Annotated[
+        float,
+        Field(ge=0, allow_inf_nan=False),
+        Option("Temperature of the model's responses to prompts alone.", min=0),
+    ] = 1.0
+    prompt_column: Annotated[str, Option("Column of the prompts, text or token ids.")] = "prompt"
+    response_column: Annotated[str, Option("Column of the responses, text or token ids.")] = "response"
+    chat: Annotated[bool, Option("Prompts go through the model's chat template.", names=("--chat",))] = False
+
+
+class WarmUpConfig(FrozenModel):
+    """Settings of `tltlab train-drafter`.
+
+    At most `updates` updates of `tokens_per_update` tokens. Every `check_every` updates the acceptance of drafts of
+    `depth` tokens is measured on held-out responses, `heldout` of the prompts, and training stops where their accept
+    length reaches `until_accept_length`. `head` is a checkpoint to continue from. At most `memory_gb` of the target's
+    hidden states stay on the host; others are recomputed.
+    """
+
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
+    texts: TextConfig = TextConfig()
+    head: Annotated[str | None, Option("A head to continue from: a folder or a hub id.", names=("--from",))] = None
+    updates: Annotated[int, Field(ge=0), Option("Most optimizer steps.", min=0)] = 500
+    tokens_per_update: Annotated[int, Field(ge=2), Option("Tokens per step.", min=2)] = 4096
+    until_accept_length: Annotated[
+        float | None, Field(gt=1), Option("Stop when the held-out accept length reaches this.")
+    ] = None
+    check_every: Annotated[Count, Option("Updates between evaluations on held-out responses.", min=1)] = 50
+    heldout: Annotated[float, Field(gt=0, lt=1), Option("Share of the prompts whose responses are held out.")] = 0.1
+    depth: Annotated[
+        int, Field(ge=1, le=255), Option("Tokens of a draft, where acceptance is measured.", min=1, max=255)
+    ] = 8
+    memory_gb: Annotated[Positive, Option("GB of hidden states kept; others are recomputed.")] = 1.0
+    seed: Annotated[int, Field(ge=0), Option(min=0)] = 0
 
 
 class BufferConfig(FrozenModel):

@@ -480,7 +480,7 @@ def plan_of(recipe: Recipe) -> RunPlan:
             f"{4e-9 * shape.stored_params:.1f} GB beside what is counted"
         )
     if build.graphs is not None:
-        notes += [f"CUDA graphs: {note}" for note in (build.graphs.summary(), *build.graphs.shortfalls())]
+        notes += [f"CUDA graphs: {note}" for note in build.graphs.notes()]
     if recipe.data.max_prompt_tokens is None and "max_model_len" not in recipe.rollout.vllm:
         notes.append("data.max_prompt_tokens is not set: prompts are taken to have up to 1024 tokens")
     return RunPlan(

@@ -24,7 +24,6 @@ from tltlab.runtime.engine.graphs import (
     fitting_plan,
     memory_bytes,
     plan_graphs,
-    vllm_pool,
 )
 
 from .gpus import bundles_of
@@ -142,7 +141,7 @@ class EngineBuild:
                 "full": [list(graph) for graph in plan.full_graphs()],
                 "piecewise": list(plan.piecewise_graphs()),
                 "predicted_bytes": self.graph_bytes,
-                "notes": [plan.summary(), *plan.shortfalls()],
+                "notes": list(plan.notes()),
             }
         return {"planned": planned, "captured": [asdict(graphs) for graphs in captured]}
 
@@ -204,9 +203,9 @@ def engine_build(recipe: Recipe, policy: Policy, drafters: Mapping[str, DrafterS
         shape = shape_of(recipe.model)
     except ConfigError:
         return EngineBuild(drafters=needed, max_draft_depth=depth, graphs=make(spacing=_COARSE))
-    pool = vllm_pool(shape.layers, shape.hidden, shape.vocab, tensor_parallel=rollout.tensor_parallel_size)
     try:
-        plan = fitting_plan(make, pool, rollout.graph_gib * GIB)
+        plan = fitting_plan(make, shape.layers, shape.vocab, rollout.graph_gib * GIB)
     except ConfigError as error:
         raise ConfigError(f"rollout.graphs = planned: {error}; rollout.graph_gib is their limit") from error
-    return EngineBuild(drafters=needed, max_draft_depth=depth, graphs=plan, graph_bytes=memory_bytes(pool, plan))
+    num_bytes = memory_bytes(plan, shape.layers, shape.vocab)
+    return EngineBuild(drafters=needed, max_draft_depth=depth, graphs=plan, graph_bytes=num_bytes)

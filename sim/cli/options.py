@@ -4,23 +4,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
-import typer
-
 from tltlab.console import progress_bar
+from tltlab.options import Option
 from tltlab.sim.study.jobs import counted
 
-RlSteps = Annotated[
-    str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one; or all. [default: all]")
-]
-GpusPerWorker = Annotated[
-    int | None,
-    typer.Option(min=1, help="With --stages: GPUs of a rollout worker. [default: the costs' tp, else 1]"),
-]
+RlSteps = Annotated[str | None, Option("a:b, RL steps a to b - 1; or one; or all. [default: all]")]
 LogCosts = Annotated[
-    str | None,
-    typer.Option(help="Of a log: costs whose level it shows, a preset, profile or file. [default: linear ones]"),
+    str | None, Option("Of a log: costs whose level it shows, a preset, profile or file. [default: linear ones]")
 ]
-LogWorkers = Annotated[int | None, typer.Option(min=1, help="Of a log: the engines that it ran on.")]
+LogWorkers = Annotated[int | None, Option("Of a log: the engines that it ran on.", min=1)]
+Jobs = Annotated[int | None, Option("Processes. [default: the cores here]", min=1)]
 
 
 @contextmanager

@@ -32,8 +32,6 @@ from tltlab.sim.topology import load_topology
 from tltlab.traces.schema import MANIFEST_FILE
 from tltlab.traces.trace import Trace
 
-from . import options
-
 
 @command
 def simulate(
@@ -83,7 +81,10 @@ def simulate(
             "[default: colocated, or the system's]"
         ),
     ] = None,
-    gpus_per_worker: options.GpusPerWorker = None,
+    gpus_per_worker: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --stages: GPUs of a rollout worker. [default: the costs' tp, else 1]"),
+    ] = None,
     max_staleness: Annotated[
         int, typer.Option(help="With --topology separate: rollouts may run on weights that many updates old.")
     ] = 0,

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from tltlab.charts import FORMATS, save_figure
-from tltlab.config import faults_in
 from tltlab.console import Json, emit, made_by, progress, progress_bar, table
 from tltlab.errors import ConfigError
-from tltlab.files import check_writable, read_json
+from tltlab.files import check_writable
 from tltlab.importers.sources import read
 from tltlab.options import Option, Without, command, to_json
-from tltlab.planning.graph_pool import GraphMemory, GraphPool, sglang_sizes
 from tltlab.sim.study.jobs import counted
 from tltlab.sim.study.reduce import DRAWS_ONLY, REGRET, drafters_text, granted_text, speed_up_cells
 from tltlab.sim.tuning.tune import TuneConfig, TuneResult
 from tltlab.sim.tuning.tune import tune as run
-
-_GIB = 2**30
 
 
 @command
@@ -33,13 +28,6 @@ def tune(
     traces: Annotated[list[Path], typer.Argument(help="Traces or RUN folders; with several, tuned on all of them.")],
     config: Annotated[TuneConfig, Without("mode", "spot", jobs=Option(default=None))],
     out: Annotated[Path, typer.Option(help="Where the policy file goes.")],
-    graph_memory: Annotated[float | None, typer.Option(help="GiB on each GPU that CUDA graphs may take.")] = None,
-    graph_pool: Annotated[
-        Path | None, typer.Option(help="With --graph-memory: the engine's pool, a JSON file of GraphPool's fields.")
-    ] = None,
-    max_batch: Annotated[
-        int, typer.Option(min=1, help="With --graph-memory: the largest batch that is captured.")
-    ] = 256,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the trials that an interrupted tune left in OUT.trials.")
     ] = False,
@@ -61,7 +49,6 @@ def tune(
     if journal.exists() and not resume:
         raise ConfigError(f"{journal} has the trials of an interrupted tune: continue with --resume, or remove it")
     sources = [read(path) for path in traces]
-    config = replace(config, graphs=_graphs(graph_memory, graph_pool, max_batch))
     progress(f"tuning on {', '.join(str(s.manifest.name or p) for s, p in zip(sources, traces, strict=True))}")
     origin = made_by("numpy", "scipy", "simpy", "optuna") | {"paths": [str(path) for path in traces]}
     with ExitStack() as showing:
@@ -114,16 +101,3 @@ def text(result: TuneResult, out: Path) -> str:
     counts = f"{len(result.searched)} policies and {len(result.trials)} settings were searched"
     lines += [f"{counts}; {result.wall_s:.0f} s", f"{result.name} -> {out}"]
     return "\n".join(lines + [f"note: {note}" for note in result.notes])
-
-
-def _graphs(memory: float | None, pool: Path | None, max_batch: int) -> GraphMemory | None:
-    if (memory is None) != (pool is None):
-        raise ConfigError("--graph-memory and --graph-pool belong together: how much there is, and what graphs take")
-    if memory is None or pool is None:
-        return None
-    if not 0.0 < memory < math.inf:
-        raise ConfigError(f"--graph-memory is the GiB that graphs may take, above 0, got {memory:g}")
-    value: Any = read_json(pool)
-    with faults_in(pool):
-        graph_pool = GraphPool.model_validate(value)
-    return GraphMemory(pool=graph_pool, cap_bytes=memory * _GIB, max_batch=max_batch, sizes=sglang_sizes(max_batch))

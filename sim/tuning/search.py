@@ -18,7 +18,6 @@ import numpy as np
 from tltlab.config import json_or_text
 from tltlab.errors import ConfigError
 from tltlab.planning.buckets import plan_buckets
-from tltlab.planning.graph_pool import GraphMemory
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.selector import SelectorSpec
 from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
@@ -68,20 +67,10 @@ class Prices:
         total = {s: sum(self.seconds[s, b] for b in range(first, last + 1)) for s in self.strategies}
         return sorted(self.strategies, key=lambda s: total[s])[:count]
 
-    def table(self, max_buckets: int, graphs: GraphMemory | None = None) -> SelectorSpec:
-        """The exact table of at most `max_buckets` rows; ConfigError where no table's graphs fit.
-
-        Batches above the largest captured one run under the last row, so what they take counts for its choice.
-        """
-        most = graphs.max_batch if graphs else self.max_batch
+    def table(self, max_buckets: int) -> SelectorSpec:
+        """The exact table of at most `max_buckets` rows."""
         plan = plan_buckets(
-            lambda s, b: math.fsum(
-                self.seconds[s, n] for n in range(b, self.max_batch + 1 if b == most else min(b, self.max_batch) + 1)
-            ),
-            self.strategies,
-            max_batch=most,
-            max_buckets=max_buckets,
-            graphs=graphs,
+            lambda s, b: self.seconds[s, b], self.strategies, max_batch=self.max_batch, max_buckets=max_buckets
         )
         return TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in plan.rows))
 
@@ -110,9 +99,9 @@ def elastic(strategies: Sequence[Strategy], max_batch: int) -> dict[str, Policy]
     }
 
 
-def tables(prices: Sequence[Prices], max_buckets: int, graphs: GraphMemory | None) -> dict[str, Policy]:
+def tables(prices: Sequence[Prices], max_buckets: int) -> dict[str, Policy]:
     """Exact tables of two rows or more for each of the prices, those of 1 to `max_buckets` rows."""
-    specs = {p.table(k, graphs) for p in prices for k in range(1, max_buckets + 1)}
+    specs = {p.table(k) for p in prices for k in range(1, max_buckets + 1)}
     of_several_rows = [spec for spec in sorted(specs, key=lambda s: (len(s.rows), str(s.rows))) if len(spec.rows) > 1]
     return {
         " ".join(["table", *(f"{row.min_batch}+:{row.strategy}" for row in spec.rows)]): Policy(selector=spec)
@@ -241,7 +230,6 @@ def search(
     *,
     trials: int,
     seed: int,
-    fits: Callable[[Policy], bool] = lambda policy: True,
     done: Callable[[str], None] = lambda trial: None,
     journal: Path | None = None,
     identity: str = "",
@@ -282,21 +270,16 @@ def search(
         settings = [_suggested(trial, choices) for trial in open_trials]
         policies = [space.policy(combination) for combination in settings]
         keys = [policy.model_dump_json() for policy in policies]
-        new = {key: p for key, p in zip(keys, policies, strict=True) if key not in scores and fits(p)}
+        new = {key: p for key, p in zip(keys, policies, strict=True) if key not in scores}
         scores |= score(new) if new else {}
         for trial, chosen, policy, key in zip(open_trials, settings, policies, keys, strict=True):
             if stored is not None and trial.number >= len(before):
                 stored.add_trial(
                     optuna.trial.create_trial(
-                        state=optuna.trial.TrialState.COMPLETE if key in scores else optuna.trial.TrialState.PRUNED,
-                        value=scores.get(key), params=trial.params, distributions=trial.distributions,
+                        value=scores[key], params=trial.params, distributions=trial.distributions,
                         user_attrs={"policy": key},
                     )
                 )  # fmt: skip
-            if key not in scores:
-                study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-                done("its graphs do not fit")
-                continue
             study.tell(trial, scores[key])
             finished.append(Trial(settings=chosen, policy=policy, score=scores[key], number=trial.number))
             done(f"best {min(scores.values()):.4g}")

@@ -28,7 +28,6 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
 from tltlab.options import Option
 from tltlab.own import split
-from tltlab.planning.graph_pool import GraphMemory
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim.config import SimulationConfig, decision_interval
@@ -93,8 +92,8 @@ class TuneConfig(SimulationConfig):
     them is the result, whether it is worth it or not.
 
     `robust` minimises the largest ratio to plain decoding over the traces and, with `cost_error` e, over costs and
-    chances of drafted tokens that are off by a share of e either way. `graphs` limits policies to those whose CUDA
-    graphs fit. The result does not depend on `jobs`, the processes (None: one per core).
+    chances of drafted tokens that are off by a share of e either way. The result does not depend on `jobs`, the
+    processes (None: one per core).
     """
 
     depths: Annotated[
@@ -137,7 +136,6 @@ class TuneConfig(SimulationConfig):
         float | None,
         Option("With --robust: costs and tokens per draft may be off by this share, such as 0.2."),
     ] = None
-    graphs: GraphMemory | None = None
     jobs: Annotated[int | None, Option("Processes. [default: the cores here]", min=1)] = 1
 
     def __post_init__(self) -> None:
@@ -165,10 +163,6 @@ class TuneConfig(SimulationConfig):
     def seeds(self, stage: int = 0) -> list[int]:
         """Seeds of a stage of the tuning: other ones in each, so that a policy hardly wins two stages by chance."""
         return [self.seed + k + _STAGE * stage for k in range(self.repeats or _REPEATS)]
-
-    def holds(self, policy: Policy) -> bool:
-        """Return whether the CUDA graphs of a policy fit."""
-        return self.graphs is None or self.graphs.holds(policy)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -219,7 +213,6 @@ class TuneResult(Judged):
 
         tried = sorted(self.trials, key=lambda trial: trial.number)
         at = [trial.number + 1 for trial in tried]
-        # Where CUDA graphs leave no fixed strategy, plain decoding is the best and was not searched.
         baseline = self.best_fixed if self.best_fixed in self.searched else "the first"
         speed_ups = [self.searched.get(baseline, tried[0].score) / trial.score for trial in tried]
         return lines({"trial": (at, speed_ups), "best so far": (at, list(accumulate(speed_ups, max)))}, xlabel="trial",
@@ -297,8 +290,6 @@ def tune(
         return errors if config.cost_error is None else replace(errors, speed_up=config.cost_error, tokens={})
 
     tune_on, judge_on = cases_of(0), cases_of(1)
-    if config.graphs is not None:
-        config = replace(config, graphs=replace(config.graphs, drafters=tune_on[0].scenario.registry))
     strategies, notes = _strategies(tune_on + judge_on, config)
     spaces: dict[str, Space] = {}
     if isinstance(config.search, Mapping) and config.search:
@@ -322,13 +313,8 @@ def tune(
     kinds = {
         "fixed": fixed(strategies),
         "elastic": elastic(strategies, prices.max_batch),
-        "table": tables([prices, *apart], config.max_buckets, config.graphs),
+        "table": tables([prices, *apart], config.max_buckets),
     }
-    kinds = {kind: {n: p for n, p in named.items() if config.holds(p)} for kind, named in kinds.items()}
-    if config.graphs is not None and not any(kinds.values()):
-        raise ConfigError(
-            f"no candidate's CUDA graphs fit into {config.graphs.cap_bytes:.4g} bytes, not even plain decoding's"
-        )
     policies = {name: policy for named in kinds.values() for name, policy in named.items()}
     plain_policy, seeds = {"none": load_policy("none")}, config.seeds()
     on_stage(f"{len(policies)} fixed, elastic and table policies in fluid mode")
@@ -338,7 +324,7 @@ def tune(
 
     # Settings of the policies that are named, which may need whole tokens, or of the bandit.
     if config.trials and strategies and not config.search:
-        rows = [prices.table(k, config.graphs) for k in range(1, config.max_buckets + 1)]
+        rows = [prices.table(k) for k in range(1, config.max_buckets + 1)]
         spaces = {"beg-mab": Bandits(prices=prices, tables=tuple({str(t): t for t in rows}.values()))}
     found: dict[str, list[Trial]] = {}
     raced: dict[str, float] = {}
@@ -355,7 +341,7 @@ def tune(
         for name, space in spaces.items():
             on_stage(f"{config.trials} settings of {name} in {mode} mode")
             found[name] = search(
-                space, score, trials=config.trials, seed=config.seed, fits=config.holds, done=done, journal=journal,
+                space, score, trials=config.trials, seed=config.seed, done=done, journal=journal,
                 identity=identity, study_name="tltlab tune" + f" {name}" * bool(config.search),
             )  # fmt: skip
         runners = {str(trial.policy): trial.policy for tried in found.values() for trial in _racers(tried)}
@@ -455,7 +441,7 @@ def _finalists(
     for name, (policy, kind) in further.items():
         chosen[name], kind_of[name] = policy, kind
     shipped = load_policy("beg-mab")
-    if {s for s in shipped.strategies if s.speculates} <= set(strategies) and config.holds(shipped):
+    if {s for s in shipped.strategies if s.speculates} <= set(strategies):
         untuned = {"shipped beg-mab": shipped, **untuned}
     chosen |= untuned
     kind_of |= dict.fromkeys(untuned, "shipped")
@@ -470,7 +456,7 @@ def _adaptive(cases: Sequence[TuningCase], strategies: Sequence[Strategy], confi
     drafters, deepest = tuple({s.drafter: None for s in strategies}), max(s.draft_depth for s in strategies)
     policy = load_policy({"kind": "adaptive", "drafters": drafters, "max_depth": deepest})
     every, _ = _strategies(cases, replace(config, depths=range(1, deepest + 1), drafters=drafters))
-    covered = {s for s in policy.strategies if s.speculates} <= set(every) and config.holds(policy)
+    covered = {s for s in policy.strategies if s.speculates} <= set(every)
     return {"adaptive": policy} if covered else {}
 
 

@@ -76,6 +76,7 @@ def bench_quick(
     from tltlab.rehearsal.plan import plan_of
     from tltlab.rehearsal.result import judged
     from tltlab.rehearsal.run import rehearse
+    from tltlab.rehearsal.settings import RehearsalConfig
     from tltlab.runtime.engine.environment import hardware as machine
     from tltlab.runtime.engine.environment import versions
     from tltlab.runtime.rollout.played import played
@@ -87,10 +88,8 @@ def bench_quick(
     }  # fmt: skip
     for name in shapes:
         size = (64, 2048) if result["driver"] else (8, 128)
-        plan = plan_of(
-            tltlab.read(TRACE), name, policies=QUICK, acceptance="all=geometric:0.7", responses=size[0], cap=size[1],
-            rounds=rounds, plain_batches=batches,
-        )  # fmt: skip
+        config = RehearsalConfig(policies=QUICK, responses=size[0], cap=size[1], rounds=rounds, plain_batches=batches)
+        plan = plan_of(tltlab.read(TRACE), name, config)
         folder = out.with_suffix("") / plan.model
         rehearse(plan, folder, minutes=minutes - (time.monotonic() - begun) / 60, report=progress)
         engine = {"graphs": "planned" if plan.gpus else "none", "scheduling": "synchronous"}
@@ -252,7 +251,7 @@ def _graphs(
     from tltlab.runtime.drafter.heads.kinds import new_head
     from tltlab.runtime.engine.engine import Engine
     from tltlab.runtime.engine.generation import GenerationRequest
-    from tltlab.runtime.engine.graphs import memory_bytes, plan_graphs, vllm_pool
+    from tltlab.runtime.engine.graphs import memory_bytes, plan_graphs
     from tltlab.runtime.engine.profile import ForcedDrafter
     from tltlab.strategy import Strategy
 
@@ -262,7 +261,6 @@ def _graphs(
         policy, max(batches), runner="V1" if runner == "V1" else "V2", any_lengths=graphs == "planned", plain=True
     )
     shape = find_model(model)
-    pool = vllm_pool(shape.layers, shape.hidden, shape.vocab)
     settings = _WITHOUT_WEIGHTS | {"max_num_seqs": max(batches), "kv_cache_memory_bytes": kv_bytes}
     with tempfile.TemporaryDirectory() as folder:
         drafters: dict[str, Any] = {}
@@ -282,7 +280,7 @@ def _graphs(
         row = {
             "started_s": time.perf_counter() - start, "captured": asdict(captured), "depths": planned.depths,
             "planned": planned.full_graphs() if graphs == "planned" else None, "cells": cells,
-            "memory": _memory(memory_bytes(pool, planned), captured.num_bytes),
+            "memory": _memory(memory_bytes(planned, shape.layers, shape.vocab), captured.num_bytes),
         }  # fmt: skip
         for visit, (batch, depth) in enumerate((b, k) for b in batches for k in planned.depths):
             engine.set_policy(Fixed(Strategy.chain(drafter, depth)))

@@ -27,12 +27,9 @@ from tltlab.drafters.specs import (
     SuffixSpec,
 )
 from tltlab.errors import ConfigError
-from tltlab.planning.graph_pool import plan_bucketed, plan_for
 from tltlab.policies.goodput import Goodput
-from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.selector import as_choice
 from tltlab.policies.simple import Fixed
-from tltlab.policies.specs import FixedSpec
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
@@ -73,19 +70,11 @@ def test_no_code_compares_the_name_of_a_drafter():
 
 
 @pytest.mark.parametrize(("name", "spec", "standard"), RENAMED)
-def test_a_renamed_drafter_costs_and_captures_the_same(name, spec, standard):
+def test_a_renamed_drafter_costs_the_same(name, spec, standard):
     drafters = Drafters({name: spec})
     own, known = Strategy.chain(name, 4), Strategy.chain(standard, 4)
     for costs in (ROOFLINE, LINEAR, ScaledCosts.wrapping(ROOFLINE, overhead=0.5)):
         assert costs.iteration(own, drafters=drafters) == costs.iteration(known)
-    policy = Policy(selector=FixedSpec(strategy=own), drafters={name: spec})
-    other = load_policy(known)
-    graphs = [plan_for(one, 16, (1, 4, 16)) for one in (policy, other)]
-    graphs += [plan_bucketed([(1, s)], 16, (1, 4, 16), drafters=drafters) for s in (own, known)]
-    for mine, theirs in zip(graphs[::2], graphs[1::2], strict=True):
-        assert mine.target == theirs.target
-        assert list(mine.drafter.values()) == list(theirs.drafter.values())
-    assert bool(graphs[0].drafter) == (standard == "learned")
     chosen = []
     for strategy, registry in ((own, drafters), (known, STANDARD)):
         goodput = Goodput([strategy], ROOFLINE, epsilon=0.0, rng=np.random.default_rng(0))

@@ -151,14 +151,14 @@ def test_drafters_would_draft_with_old_weights_after_swap(v2, model):
 
 def test_planned_graphs_would_take_more_than_predicted(engine, model):
     from tltlab.costs.profiles import find_model
-    from tltlab.runtime.engine.graphs import memory_bytes, vllm_pool
+    from tltlab.runtime.engine.graphs import memory_bytes
 
     captured = engine.captured_graphs()
     policy = policy_of(engine).model_copy(update={"drafters": engine.drafters})
     plan = plan_graphs(policy, BATCH, runner=captured.runner, any_lengths=True, fill=True)
     assert captured.num_bytes is not None
     shape = find_model(str(model))
-    assert captured.num_bytes < memory_bytes(vllm_pool(shape.layers, shape.hidden, shape.vocab), plan)
+    assert captured.num_bytes < memory_bytes(plan, shape.layers, shape.vocab)
     assert captured.full == plan.full_graphs()
     assert captured.piecewise == plan.piecewise_graphs()
 

@@ -29,44 +29,74 @@ from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.files import sealed, write_json
 from tltlab.importers.sources import guess, read
+from tltlab.options import Option, check, command
 from tltlab.sim.cli import options
 from tltlab.sim.verification.training_log import LogFit, fit_log, is_log
+from tltlab.traces.trace import Trace
 
 TABLES = (".csv", ".parquet")
 """Endings of tables of measured iterations."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CalibrateConfig:
+    """Options of `tltlab calibrate`; `outs` and `targets` have the outputs by field."""
+
+    out: Annotated[Path | None, Option("Where the cost model goes (JSON).", parse=Path)] = None
+    acceptance_out: Annotated[
+        Path | None,
+        Option("Where the acceptance model goes. [default: acceptance.json beside --out]", parse=Path),
+    ] = None
+    rl_steps: options.RlSteps = None
+    kind: Annotated[str, Option(f"Kind of costs: {', '.join(KINDS)}.")] = "linear"
+    gpu: Annotated[str | None, Option("GPU of the data, such as H100, or a JSON file; a roofline needs it.")] = None
+    model: Annotated[str | None, Option("Model of the data, such as Qwen2.5-32B, or its config.json.")] = None
+    tp: Annotated[int | None, Option("GPUs that each worker ran on.")] = None
+    acceptance: Annotated[str, Option(f"Kind of acceptance: {', '.join(ACCEPTANCE_KINDS)}.")] = "by-batch"
+    stages_out: Annotated[
+        Path | None, Option("Fit inference, reward, train and sync times too, and write them here.", parse=Path)
+    ] = None
+    spot_out: Annotated[
+        Path | None,
+        Option("Fit drafter training on idle workers too, for simulate --spot-training.", parse=Path),
+    ] = None
+    freshness_out: Annotated[
+        Path | None,
+        Option("Fit acceptance by the drafter's age and updates too, for simulate --acceptance.", parse=Path),
+    ] = None
+    log_costs: options.LogCosts = None
+    workers: options.LogWorkers = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not self.targets:
+            raise ConfigError(
+                "nothing to fit: name an output, --out COSTS.json for costs, or --acceptance-out, --stages-out, "
+                "--spot-out or --freshness-out"
+            )
+
+    @property
+    def outs(self) -> dict[str, Path | None]:
+        names = ("out", "acceptance_out", "stages_out", "spot_out", "freshness_out")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def targets(self) -> list[str]:
+        return [name for name, path in self.outs.items() if path is not None]
+
+    def chosen(self, trace: Trace) -> Trace:
+        """Return the trace of the RL steps that are named."""
+        steps = parse_rl_steps(self.rl_steps, trace.rl_steps)
+        return trace if steps is None else trace.select(steps)
+
+
+@command
 def calibrate(
     source: Annotated[
         Path,
         typer.Argument(help="A recorded trace, RUN folder or training log; or a .csv or .parquet of iterations."),
     ],
-    out: Annotated[Path | None, typer.Option(help="Where the cost model goes (JSON).")] = None,
-    acceptance_out: Annotated[
-        Path | None, typer.Option(help="Where the acceptance model goes. [default: acceptance.json beside --out]")
-    ] = None,
-    rl_steps: options.RlSteps = None,
-    kind: Annotated[str, typer.Option(help=f"Kind of costs: {', '.join(KINDS)}.")] = "linear",
-    gpu: Annotated[
-        str | None, typer.Option(help="GPU of the data, such as H100, or a JSON file; a roofline needs it.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Model of the data, such as Qwen2.5-32B, or its config.json.")
-    ] = None,
-    tp: Annotated[int | None, typer.Option(help="GPUs that each worker ran on.")] = None,
-    acceptance: Annotated[str, typer.Option(help=f"Kind of acceptance: {', '.join(ACCEPTANCE_KINDS)}.")] = "by-batch",
-    stages_out: Annotated[
-        Path | None, typer.Option(help="Fit inference, reward, train and sync times too, and write them here.")
-    ] = None,
-    spot_out: Annotated[
-        Path | None, typer.Option(help="Fit drafter training on idle workers too, for simulate --spot-training.")
-    ] = None,
-    freshness_out: Annotated[
-        Path | None,
-        typer.Option(help="Fit acceptance by the drafter's age and updates too, for simulate --acceptance."),
-    ] = None,
-    log_costs: options.LogCosts = None,
-    workers: options.LogWorkers = None,
+    config: CalibrateConfig,
     as_json: Json = False,
 ) -> None:
     """Fit costs, acceptance and drafter training to a trace, costs to a table; print residuals and held-out errors.
@@ -77,57 +107,51 @@ def calibrate(
 
     Example: tltlab calibrate run/trace --out run/costs.json
     """
-    outs = {"out": out, "acceptance_out": acceptance_out, "stages_out": stages_out, "spot_out": spot_out,
-            "freshness_out": freshness_out}  # fmt: skip
-    targets = [name for name, path in outs.items() if path is not None]
-    if not targets:
-        raise ConfigError(
-            "nothing to fit: name an output, --out COSTS.json for costs, or --acceptance-out, --stages-out, --spot-out "
-            "or --freshness-out"
-        )
-    machine = hardware(gpu, model, tp)
+    fits, outs = _fits(source, config)
+    for name, model in fits.models().items():
+        if model is not None and (path := outs[name]) is not None:
+            write_json(path, sealed(model.model_dump(mode="json")))
+    emit(fits.json(outs), as_json=as_json, text=fits.text())
+
+
+def _fits(source: Path, config: CalibrateConfig) -> tuple[_Fits, dict[str, Path | None]]:
+    """Fit what was asked for; with the paths to write to, None where there is nothing to write."""
+    machine, targets, outs = hardware(config.gpu, config.model, config.tp), config.targets, config.outs
     is_history = source.suffix == ".csv" and source.is_file() and guess(source) == "metrics"
     if (is_history or source.suffix not in TABLES) and is_log(trace := read(source)):
-        if out is None or targets not in (["out"], ["out", "stages_out"]):
+        if targets not in (["out"], ["out", "stages_out"]):
             raise ConfigError(f"{source} has no iterations: only costs (--out) and --stages-out can be fitted to it")
-        if machine is not None or kind != "linear":
+        if machine is not None or config.kind != "linear":
             raise ConfigError("--kind, --gpu, --model and --tp are for iterations: name a log's engine by --log-costs")
-        chosen = parse_rl_steps(rl_steps, trace.rl_steps)
-        trace = trace if chosen is None else trace.select(chosen)
-        fits = _Fits(log=fit_log(trace, log_costs, workers), stages=None if stages_out is None else fit_stages(trace))
-        fits.write(outs)
-        emit(fits.json(outs), as_json=as_json, text=fits.text())
-        return
-    if log_costs is not None or workers is not None:
+        trace = config.chosen(trace)
+        stages = fit_stages(trace) if config.stages_out else None
+        return _Fits(log=fit_log(trace, config.log_costs, config.workers), stages=stages), outs
+    if config.log_costs is not None or config.workers is not None:
         raise ConfigError("--log-costs and --workers are for training logs: traces with iterations have their own")
     if source.is_file():
-        if targets != ["out"] or acceptance != "by-batch":
+        if targets != ["out"] or config.acceptance != "by-batch":
             raise ConfigError(f"{source} is a table of measured iterations: only costs (--out) can be fitted to it")
-        fits = _Fits(costs=fit_points(_points(source, rl_steps), kind, machine))
-    else:
-        trace = read(source)
-        chosen = parse_rl_steps(rl_steps, trace.rl_steps)
-        trace = trace if chosen is None else trace.select(chosen)
-        if out is not None and trace.iterations is None and trace.acceptance is not None:
-            raise ConfigError(
-                f"{source} has no iterations.parquet to fit costs to, but an acceptance.parquet: leave --out away "
-                "and name the output with --acceptance-out"
-            )
-        if out is not None and acceptance_out is None:
-            outs["acceptance_out"] = out.parent / "acceptance.json"
-        fits = _Fits(
-            costs=None if out is None else fit_trace(trace, kind, machine),
-            acceptance=None if outs["acceptance_out"] is None else fit_kind(trace, acceptance),
-            stages=None if stages_out is None else fit_stages(trace),
-            spot=None if spot_out is None else fit_spot(trace),
-            freshness=None if freshness_out is None else fit_kind(trace, "fresh"),
+        return _Fits(costs=fit_points(_points(source, config.rl_steps), config.kind, machine)), outs
+    trace = config.chosen(read(source))
+    if config.out is not None and trace.iterations is None and trace.acceptance is not None:
+        raise ConfigError(
+            f"{source} has no iterations.parquet to fit costs to, but an acceptance.parquet: leave --out away "
+            "and name the output with --acceptance-out"
         )
-        if fits.acceptance is not None and fits.acceptance.model is None:
-            if out is None:
-                raise ConfigError(f"{source}: {'; '.join(fits.acceptance.notes)}")
-            outs["acceptance_out"] = None
-    fits.write(outs)
-    emit(fits.json(outs), as_json=as_json, text=fits.text())
+    if config.out is not None and config.acceptance_out is None:
+        outs["acceptance_out"] = config.out.parent / "acceptance.json"
+    fits = _Fits(
+        costs=fit_trace(trace, config.kind, machine) if outs["out"] else None,
+        acceptance=fit_kind(trace, config.acceptance) if outs["acceptance_out"] else None,
+        stages=fit_stages(trace) if outs["stages_out"] else None,
+        spot=fit_spot(trace) if outs["spot_out"] else None,
+        freshness=fit_kind(trace, "fresh") if outs["freshness_out"] else None,
+    )
+    if fits.acceptance is not None and fits.acceptance.model is None:
+        if config.out is None:
+            raise ConfigError(f"{source}: {'; '.join(fits.acceptance.notes)}")
+        outs["acceptance_out"] = None
+    return fits, outs
 
 
 def hardware(gpu: str | None, model: str | None, tp: int | None) -> Hardware | None:
@@ -152,18 +176,14 @@ class _Fits:
     spot: SpotFit | None = None
     freshness: AcceptanceFit | None = None
 
-    def write(self, outs: Mapping[str, Path | None]) -> None:
-        """Write each model to its path in `outs`."""
-        models: dict[str, BaseModel | None] = {
-            "out": fitted.costs if (fitted := self.costs or self.log) else None,
-            "acceptance_out": self.acceptance.model if self.acceptance else None,
-            "stages_out": self.stages.costs if self.stages else None,
-            "spot_out": self.spot.model if self.spot else None,
-            "freshness_out": self.freshness.model if self.freshness else None,
-        }
-        for name, model in models.items():
-            if model is not None and (path := outs[name]) is not None:
-                write_json(path, sealed(model.model_dump(mode="json")))
+    def models(self) -> dict[str, BaseModel | None]:
+        """Return the models by output."""
+        fits = (
+            ("out", self.costs or self.log, "costs"), ("acceptance_out", self.acceptance, "model"),
+            ("stages_out", self.stages, "costs"), ("spot_out", self.spot, "model"),
+            ("freshness_out", self.freshness, "model"),
+        )  # fmt: skip
+        return {name: getattr(fit, attribute, None) for name, fit, attribute in fits}
 
     @property
     def notes(self) -> list[str]:

@@ -26,12 +26,6 @@ def doctor(
     run: Annotated[
         Path | None, typer.Argument(help="A RUN or trace folder, or a training log.", show_default=False)
     ] = None,
-    costs: Annotated[
-        str | None,
-        typer.Option(
-            help="Cost file: what plain decoding takes, for a run without any. [default: the run's costs.json]"
-        ),
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Find what is wrong with a run, and name the setting to change.
@@ -45,7 +39,7 @@ def doctor(
     if runs := _runs_in(run):
         others = f"; there are {', '.join(path.name for path in runs[1:9])} too" if runs[1:] else ""
         raise ConfigError(f"{run} holds runs and is none: name one, as in tltlab doctor {runs[0]}{others}")
-    diagnosis = examine(RunEvidence.of(run, costs))
+    diagnosis = examine(RunEvidence.of(run))
     result = {
         "run": str(run),
         "simulated": diagnosis.simulated,

@@ -18,7 +18,7 @@ from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, longest, outlook, sta
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
 from tltlab.lengths.model import LengthModel, of_regime
 from tltlab.lengths.summaries import DEFAULTS, KEYS, from_summaries, read_summaries
-from tltlab.options import command
+from tltlab.options import Option, check, command
 from tltlab.traces.recorder import repair as repair_recording
 from tltlab.traces.storage import check_sums
 from tltlab.traces.stream import StreamWriter, count
@@ -143,54 +143,80 @@ def import_trace(
 app.command("annotate")(annotate_trace)
 
 
+_REGIMES = (
+    "base-rl (the prompt does not decide length; the default), reasoning (the prompt decides), production (a reasoning "
+    "model in production), or long-tail (published summaries of TLT's rollouts)."
+)
+_LIKE = (
+    "Fit lengths and shape to this; JSON: a trace's lengths.json. Or to published summaries, "
+    f"p50=1500,p75=4000,cap=20480,cut=0.02; the keys are {KEYS}. cut: share cut at the cap; max: mean of RL steps' "
+    "longest; tail: share of the makespan with at most 32 of responses left, in tokens."
+)
+_OF_THE_MODEL = {
+    "median": "median", "sigma": "sigma", "prompt_share": "prompt_share", "cap": "max_response_tokens",
+    "prompt_memory": "prompt_memory", "median_growth": "median_growth", "tail_growth": "tail_growth",
+    "prompt_tokens": "prompt_tokens_median",
+}  # fmt: skip
+"""Field of `LengthModel` that an option of `generate` replaces."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """Options of `tltlab trace generate`; None is what the regime or `like` has."""
+
+    regime: Annotated[str | None, Option(_REGIMES)] = None
+    like: Annotated[str | None, Option(_LIKE, metavar="TRACE|CSV|JSON|KEY=NUMBER,...")] = None
+    rl_steps: Annotated[int | None, Option("RL steps (4, or those of --like).")] = None
+    prompts: Annotated[int | None, Option("Prompts per RL step (64, or those of --like).")] = None
+    group_size: Annotated[int | None, Option("Samples per prompt (8, or those of --like).")] = None
+    num_prompts: Annotated[
+        int | None, Option("Prompts in all, which come back in each epoch; without it all are new.")
+    ] = None
+    cap: Annotated[int | None, Option("Longest response in tokens; longer ones are cut.")] = None
+    median: Annotated[float | None, Option("Median length in tokens before the cut; scales all.")] = None
+    sigma: Annotated[float | None, Option("Log-normal lengths of this standard deviation of log length.")] = None
+    prompt_share: Annotated[float | None, Option("Share of the variance of log length that the prompt explains.")] = (
+        None
+    )
+    prompt_memory: Annotated[
+        float | None, Option("How much a prompt's share correlates from one epoch to the next, 0 to 1.")
+    ] = None
+    median_growth: Annotated[float | None, Option("Growth of the median per RL step: 0.02 is 2 percent.")] = None
+    tail_growth: Annotated[
+        float | None, Option("Growth per RL step of log length's distance above the median; cuts more.")
+    ] = None
+    prompt_tokens: Annotated[float | None, Option("Median tokens of a prompt.")] = None
+    workers: Annotated[int | None, Option("Rollout workers to write into the manifest.")] = None
+    turns: Annotated[float | None, Option("Mean turns of a response, with tools between them.")] = None
+    tool_seconds: Annotated[float, Option("With --turns: median seconds of a tool.")] = 2.0
+    observation_tokens: Annotated[float, Option("With --turns: median tokens that a tool returns.")] = 200.0
+    seed: Annotated[int, Option("Same seed, same trace.")] = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def source(self) -> _Source:
+        """Return what is drawn from, the options applied."""
+        source = _source(self.regime, self.like, self.prompt_share)
+        if self.cap is not None and self.cap > source.model.max_response_tokens and self.like is not None:
+            progress(f"lengths above {source.model.max_response_tokens} tokens are extrapolated")
+        values = {field: getattr(self, name) for name, field in _OF_THE_MODEL.items()}
+        changes = {field: value for field, value in values.items() if value is not None}
+        sizes = {"num_rl_steps": self.rl_steps, "prompts_per_step": self.prompts, "group_size": self.group_size}
+        return replace(
+            source,
+            model=_changed(source.model, changes),
+            shape=source.shape | {name: value for name, value in sizes.items() if value is not None},
+            num_prompts=source.num_prompts if self.num_prompts is None else self.num_prompts,
+            num_workers=source.num_workers if self.workers is None else self.workers,
+        )
+
+
 @app.command()
+@command
 def generate(
     out: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")],
-    regime: Annotated[
-        str | None,
-        typer.Option(
-            help="base-rl (the prompt does not decide length; the default), reasoning (the prompt decides), production "
-            "(a reasoning model in production), or long-tail (published summaries of TLT's rollouts)."
-        ),
-    ] = None,
-    like: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TRACE|CSV|JSON|KEY=NUMBER,...",
-            help="Fit lengths and shape to this; JSON: a trace's lengths.json. Or to published summaries, "
-            f"p50=1500,p75=4000,cap=20480,cut=0.02; the keys are {KEYS}. cut: share cut at the cap; max: mean of RL "
-            "steps' longest; tail: share of the makespan with at most 32 of responses left, in tokens.",
-        ),
-    ] = None,
-    rl_steps: Annotated[int | None, typer.Option(help="RL steps (4, or those of --like).")] = None,
-    prompts: Annotated[int | None, typer.Option(help="Prompts per RL step (64, or those of --like).")] = None,
-    group_size: Annotated[int | None, typer.Option(help="Samples per prompt (8, or those of --like).")] = None,
-    num_prompts: Annotated[
-        int | None, typer.Option(help="Prompts in all, which come back in each epoch; without it all are new.")
-    ] = None,
-    cap: Annotated[int | None, typer.Option(help="Longest response in tokens; longer ones are cut.")] = None,
-    median: Annotated[float | None, typer.Option(help="Median length in tokens before the cut; scales all.")] = None,
-    sigma: Annotated[
-        float | None, typer.Option(help="Log-normal lengths of this standard deviation of log length.")
-    ] = None,
-    prompt_share: Annotated[
-        float | None, typer.Option(help="Share of the variance of log length that the prompt explains.")
-    ] = None,
-    prompt_memory: Annotated[
-        float | None, typer.Option(help="How much a prompt's share correlates from one epoch to the next, 0 to 1.")
-    ] = None,
-    median_growth: Annotated[
-        float | None, typer.Option(help="Growth of the median per RL step: 0.02 is 2 percent.")
-    ] = None,
-    tail_growth: Annotated[
-        float | None, typer.Option(help="Growth per RL step of log length's distance above the median; cuts more.")
-    ] = None,
-    prompt_tokens: Annotated[float | None, typer.Option(help="Median tokens of a prompt.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Rollout workers to write into the manifest.")] = None,
-    turns: Annotated[float | None, typer.Option(help="Mean turns of a response, with tools between them.")] = None,
-    tool_seconds: Annotated[float, typer.Option(help="With --turns: median seconds of a tool.")] = 2.0,
-    observation_tokens: Annotated[float, typer.Option(help="With --turns: median tokens that a tool returns.")] = 200.0,
-    seed: Annotated[int, typer.Option(help="Same seed, same trace.")] = 0,
+    config: GenerateConfig,
     as_json: Json = False,
 ) -> None:
     """Draw a synthetic trace of response lengths, from a regime or fitted to a trace, and print its statistics.
@@ -201,29 +227,14 @@ def generate(
     """
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out} exists; name a new folder, or remove it first")
-    tools = None
-    if turns is not None:
-        tools = ToolUse(turns=turns, tool_s=tool_seconds, observation_tokens=observation_tokens)
-    source = _source(regime, like, prompt_share)
-    if cap is not None and cap > source.model.max_response_tokens and like is not None:
-        progress(f"lengths above {source.model.max_response_tokens} tokens are extrapolated")
-    changes = {
-        "median": median, "sigma": sigma, "prompt_share": prompt_share, "max_response_tokens": cap,
-        "prompt_memory": prompt_memory, "median_growth": median_growth, "tail_growth": tail_growth,
-        "prompt_tokens_median": prompt_tokens,
-    }  # fmt: skip
-    model = _changed(source.model, {name: value for name, value in changes.items() if value is not None})
-    sizes = {"num_rl_steps": rl_steps, "prompts_per_step": prompts, "group_size": group_size}
-    shape = source.shape | {name: value for name, value in sizes.items() if value is not None}
-    steps = generate_steps(
-        model, **shape, num_prompts=source.num_prompts if num_prompts is None else num_prompts, seed=seed
-    )
+    tools, seed = None, config.seed
+    if config.turns is not None:
+        tools = ToolUse(turns=config.turns, tool_s=config.tool_seconds, observation_tokens=config.observation_tokens)
+    source = config.source()
+    model, shape = source.model, source.shape
+    steps = generate_steps(model, **shape, num_prompts=source.num_prompts, seed=seed)
     manifest = manifest_of(
-        model,
-        group_size=shape["group_size"],
-        num_workers=source.num_workers if workers is None else workers,
-        seed=seed,
-        name=out.name,
+        model, group_size=shape["group_size"], num_workers=source.num_workers, seed=seed, name=out.name
     )
     every = math.ceil(math.prod(shape.values()) / MAX_RESPONSES)
     sampled: list[StepTables] = []

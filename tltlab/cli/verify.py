@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +13,7 @@ from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import AllowCode, Json, emit, progress
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
+from tltlab.options import Option, check, command
 from tltlab.own import code_allowed
 from tltlab.sim.cli import options
 from tltlab.sim.verification import played as of_policies
@@ -25,38 +26,51 @@ from tltlab.sim.verification.training_log import is_log, verify_log
 WINDOW, SAMPLES, ROUNDS = 8, 3, 5
 
 
-def verify(
-    run: Annotated[Path, typer.Argument(help="A RUN folder, a recorded trace of shipped policies, or a training log.")],
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """Options of `tltlab verify`."""
+
     policies: Annotated[
         str | None,
-        typer.Option(
-            help="Run these for real: names, policy files, package.module:Class, ngram:4 (always 4 tokens), "
-            "ngram:4@8 (while at most 8 run), separated by commas; or 'default'."
+        Option(
+            "Run these for real: names, policy files, package.module:Class, ngram:4 (always 4 tokens), ngram:4@8 "
+            "(while at most 8 run), separated by commas; or 'default'."
         ),
-    ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(min=1, help=f"Rounds: rollouts of each policy. [default: {ROUNDS}]")
-    ] = None,
+    ] = None
+    repeats: Annotated[int | None, Option(f"Rounds: rollouts of each policy. [default: {ROUNDS}]", min=1)] = None
     out: Annotated[
-        Path | None, typer.Option(help="Keep what --policies ran as a RUN of its own. [default: it is not kept]")
-    ] = None,
-    rl_steps: options.RlSteps = None,
+        Path | None, Option("Keep what --policies ran as a RUN of its own. [default: it is not kept]", parse=Path)
+    ] = None
+    rl_steps: options.RlSteps = None
     window: Annotated[
         int | None,
-        typer.Option(min=2, help=f"Other RL steps to fit on, the nearest. [default: {WINDOW}, of a log {LOG_WINDOW}]"),
-    ] = None,
-    costs: options.LogCosts = None,
-    workers: options.LogWorkers = None,
+        Option(f"Other RL steps to fit on, the nearest. [default: {WINDOW}, of a log {LOG_WINDOW}]", min=2),
+    ] = None
+    costs: options.LogCosts = None
+    workers: options.LogWorkers = None
     decisions: Annotated[
         bool,
-        typer.Option("--decisions", help="Make the recorded decisions again, with the recorded times and acceptance."),
-    ] = False,
+        Option("Make the recorded decisions again, with the recorded times and acceptance.", names=("--decisions",)),
+    ] = False
     samples: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"Sampled simulations per prediction. [default: {SAMPLES}, with --policies 8]"),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of sampled acceptance and drawn lengths.")] = 0,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes. [default: the cores here]")] = None,
+        int | None, Option(f"Sampled simulations per prediction. [default: {SAMPLES}, with --policies 8]", min=1)
+    ] = None
+    seed: Annotated[int, Option("Seed of sampled acceptance and drawn lengths.", min=0)] = 0
+    jobs: options.Jobs = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        unused = ("repeats", "out") if self.policies is None else ("decisions", "rl_steps", "window")
+        for name in unused:
+            if getattr(self, name) not in (None, False):
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(f"{option}: choose among recorded RL steps, or roll out new ones with --policies")
+
+
+@command
+def verify(
+    run: Annotated[Path, typer.Argument(help="A RUN folder, a recorded trace of shipped policies, or a training log.")],
+    config: VerifyConfig,
     allow_code: AllowCode = None,
     as_json: Json = False,
 ) -> None:
@@ -74,38 +88,34 @@ def verify(
 
     Example: tltlab verify demo --policies none,table,beg-mab,ngram:4@8,demo/policy.json
     """
-    wrong: dict[str, object] = {"--decisions": decisions or None, "--rl-steps": rl_steps, "--window": window}
-    if policies is None:
-        wrong = {"--repeats": repeats, "--out": out}
-    for name, value in wrong.items():
-        if value is not None:
-            raise ConfigError(f"{name}: choose among recorded RL steps, or roll out new ones with --policies")
-    found: Errors | Decisions
-    allowed = tuple(allow_code or ())
-    with ExitStack() as stack:
-        if policies is not None:
-            # Only here are engines needed.
-            from tltlab.runtime.rollout.policy_rounds import roll_out
-
-            stack.enter_context(code_allowed(allowed))
-            named = of_policies.listed_policies(policies)
-            session = partial(roll_out, run, named, rounds=repeats or ROUNDS, seed=seed, report=progress)
-            samples = samples or of_policies.SAMPLES
-            found = of_policies.verify_policies(named, session, samples=samples, seed=seed, out=out, jobs=jobs)
-        else:
-            trace = read(run)
-            chosen = parse_rl_steps(rl_steps, trace.rl_steps)
-            stack.enter_context(options.counting())
-            if decisions:
-                found = replay_decisions(trace, rl_steps=chosen, allow_code=allowed, jobs=jobs)
-            elif is_log(trace):
-                trace = trace if chosen is None else trace.select(chosen)
-                found = verify_log(trace, costs=costs, workers=workers, window=window or LOG_WINDOW, jobs=jobs)
-            elif costs is not None or workers is not None:
-                raise ConfigError("--costs and --workers are for training logs: a recorded run has its own")
-            else:
-                found = run_verify(
-                    run, rl_steps=chosen, window=window or WINDOW, samples=samples or SAMPLES, seed=seed,
-                    allow_code=allowed, jobs=jobs,
-                )  # fmt: skip
+    found = _found(run, config, tuple(allow_code or ()))
     emit(found.json(), as_json=as_json, text=found.text())
+
+
+def _found(run: Path, config: VerifyConfig, allowed: tuple[str, ...]) -> Errors | Decisions:
+    if (policies := config.policies) is not None:
+        # Only here are engines needed.
+        from tltlab.runtime.rollout.policy_rounds import roll_out
+
+        named, samples = of_policies.listed_policies(policies), config.samples or of_policies.SAMPLES
+        session = partial(roll_out, run, named, rounds=config.repeats or ROUNDS, seed=config.seed, report=progress)
+        with code_allowed(allowed):
+            return of_policies.verify_policies(
+                named, session, samples=samples, seed=config.seed, out=config.out, jobs=config.jobs
+            )
+    trace = read(run)
+    chosen = parse_rl_steps(config.rl_steps, trace.rl_steps)
+    with options.counting():
+        if config.decisions:
+            return replay_decisions(trace, rl_steps=chosen, allow_code=allowed, jobs=config.jobs)
+        if is_log(trace):
+            return verify_log(
+                trace if chosen is None else trace.select(chosen), costs=config.costs, workers=config.workers,
+                window=config.window or LOG_WINDOW, jobs=config.jobs,
+            )  # fmt: skip
+        if config.costs is not None or config.workers is not None:
+            raise ConfigError("--costs and --workers are for training logs: a recorded run has its own")
+        return run_verify(
+            run, rl_steps=chosen, window=config.window or WINDOW, samples=config.samples or SAMPLES, seed=config.seed,
+            allow_code=allowed, jobs=config.jobs,
+        )  # fmt: skip

@@ -12,46 +12,33 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tltlab.calibration.iterations import recorded_rows
-from tltlab.calibration.linear import fit_recorded, predict
 from tltlab.calibration.stages import measured_stages, stage_table
-from tltlab.costs.base import CostModel, LinearCosts
-from tltlab.costs.load import load_costs
 from tltlab.errors import TraceError
 from tltlab.files import json_lines, read_object
 from tltlab.importers.metrics_log import records_of
 from tltlab.importers.sources import guess, is_log_folder, read
 from tltlab.importers.step_metrics import SEVERAL_TURNS, StepMetrics, metrics_table, steps_of, turns_note
-from tltlab.policies.policy import SHIPPED
 from tltlab.stats import Interval, paired_interval
-from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.metrics import rollout_s
 from tltlab.traces.recording import recording_of
 from tltlab.traces.trace import Trace
 
 ENOUGH_STEPS = 3  # below it an interval over RL steps says nothing
-ENOUGH_PLAIN = 50  # plain iterations for a fit of four terms: single ones vary by some 10 %
-COSTS_MAY_MISS = 0.15  # share by which costs from elsewhere may miss this run's time
 LOG_TAIL_BYTES = 1 << 20  # what a run died of stands at the end of its log
 REMEDIES = {
-    "train": "train.minibatches, train.tokens_per_microbatch, train.threads, or more devices for training",
-    "inference": "train.tokens_per_microbatch and train.threads: log-probs are computed by the trainer",
+    "train": "micro-batches of more tokens (train.tokens_per_microbatch), or more devices for training",
+    "inference": "log-probs: micro-batches of more tokens (train.tokens_per_microbatch)",
     "reward": "the reward function: run it in parallel, or cheaper",
     "sync": "how weights reach the engines",
     "advantage": "how advantages are computed: on one process, or token by token?",
     "wait": "the rollouts: training waits for them",
     "other": "what else an RL step does: no timer names it",
 }
-LOG_REMEDIES = {
-    "train": "micro-batches of more tokens, or more devices for training",
-    "inference": "log-probs: micro-batches of more tokens, or those of the rollout engine",
-}
 NO_LOG = "it is looked for in training logs alone"
 STAGE_LABELS = {
     "sync": "weight sync", "wait": "waiting for rollouts", "advantage": "computing advantages",
     "other": "time that no timer names",
 }  # fmt: skip
-BATCH_SLACK = 1.25  # the plain time is linear, so it is believed a little beyond the batches of its fit
 
 
 class NotChecked(Exception):
@@ -70,8 +57,7 @@ class RunEvidence:
 
     `complaint` is the reason why there is no trace. `log` is the `metrics_table` of a training log, `turns` the note
     that its responses are not of one turn ("": they are, None: no log), `unit` the name of its rows. `events` are the
-    lines of events.jsonl, `logs` the ends of log files by name, `recipe` the resolved recipe of run.json, `policies`
-    the active policies (first RL step, name, kind of selector).
+    lines of events.jsonl, `logs` the ends of log files by name, `recipe` the resolved recipe of run.json.
     """
 
     trace: Trace | None = None
@@ -83,19 +69,15 @@ class RunEvidence:
     events: tuple[Mapping[str, Any], ...] = ()
     logs: Mapping[str, str] = field(default_factory=dict)
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    policies: tuple[tuple[int, str, str], ...] = ()
-    costs: CostModel | None = None
 
     @classmethod
-    def of(cls, run: str | Path | Trace, costs: str | Path | CostModel | None = None) -> RunEvidence:
-        """Gather the evidence of a RUN folder, a trace folder or a Trace; `costs` predict the time of plain decoding.
+    def of(cls, run: str | Path | Trace) -> RunEvidence:
+        """Gather the evidence of a RUN folder, a trace folder or a Trace.
 
-        Without `costs` this time is that of the run's plain iterations, or else from its costs.json. Raises TraceError
-        for a folder that holds no run, and for a damaged trace.
+        Raises TraceError for a folder that holds no run, and for a damaged trace.
         """
-        model = load_costs(str(costs)) if isinstance(costs, str | Path) else costs
         if isinstance(run, Trace):
-            return cls(trace=run, turns=_turns(run), costs=model)
+            return cls(trace=run, turns=_turns(run))
         run = Path(run)
         steps = _log_of(run)
         try:
@@ -106,8 +88,6 @@ class RunEvidence:
                 raise
             trace, complaint, unfinished = None, str(error), None
         turns = turns_note(steps)
-        folders = [run] if trace is None or trace.path in (None, run) else [run, trace.path]
-        files = [folder / "costs.json" for folder in folders if (folder / "costs.json").is_file()]
         return cls(
             trace=trace,
             complaint=complaint,
@@ -118,8 +98,6 @@ class RunEvidence:
             events=json_lines(run / "events.jsonl"),
             logs=_logs(run),
             recipe=read_object(run / "run.json").get("recipe") or {},
-            policies=next((policies for folder in folders if (policies := _policies(folder))), ()),
-            costs=load_costs(str(files[0])) if model is None and files else model,
         )
 
     def setting(self, name: str, default: Any = None) -> Any:
@@ -158,11 +136,6 @@ class RunEvidence:
         seconds = pd.DataFrame(list(self.log["seconds"]), index=self.log["rl_step"], dtype=np.float64)
         return stage_table(seconds, self.log.set_index("rl_step")["step_s"])
 
-    def remedy(self, stage: str) -> str:
-        """Advice for a stage that takes most of the time; a log is of another framework, with other settings."""
-        named = REMEDIES if self.log is None else REMEDIES | LOG_REMEDIES
-        return named.get(stage, f"what the framework times as {stage}")
-
     @cached_property
     def per_token(self) -> pd.DataFrame:
         """Rollouts' seconds per token of all responses and of the longest, for RL steps of a log that have these."""
@@ -197,8 +170,7 @@ class RunEvidence:
     def decoding(self) -> pd.DataFrame:
         """Iterations without prefill, in RL steps whose policy was not there to explore."""
         table = self.iterations
-        explored = [s for s, policy in self.policy_of_step.items() if "explore" in policy]
-        table = table[(table["prefill_tokens"] == 0) & ~table["rl_step"].isin(explored)]
+        table = table[(table["prefill_tokens"] == 0) & ~table["rl_step"].isin(self.explored)]
         if table.empty:
             raise NotChecked("all RL steps ran under policy explore, which tries everything on purpose")
         return table
@@ -211,63 +183,20 @@ class RunEvidence:
             raise NotChecked("nothing was speculated outside policy explore")
         return table
 
-    @cached_property
-    def policy_of_step(self) -> dict[int, tuple[str, str | None]]:
-        """Name and, where known, kind of selector of the active policy in each RL step."""
+    @property
+    def explored(self) -> list[int]:
+        """RL steps whose policy was there to explore."""
         steps = self.known.steps
-        names = {} if steps is None else dict(zip(steps["rl_step"], steps["policy"], strict=True))
-        policies: dict[int, tuple[str, str | None]] = {}
-        for rl_step in self.known.rl_steps:
-            in_force = [entry[1:] for entry in self.policies if entry[0] <= rl_step]
-            name, kind = in_force[-1] if in_force else ("unknown", None)
-            if isinstance(named := names.get(rl_step), str) and named:
-                name = named
-            policies[rl_step] = (name, kind or _kind_of(name))
-        return policies
+        if steps is None:
+            return []
+        named = steps["policy"].astype(object).fillna("").astype(str).str.split().str[0]
+        explored: list[int] = steps.loc[named == "explore", "rl_step"].tolist()
+        return explored
 
-    @cached_property
-    def plain(self) -> tuple[pd.Series, str]:
-        """Seconds that plain decoding of each iteration's tokens takes, NaN at batches never seen, and their source.
 
-        The seconds are those of the run's own plain iterations, else of `costs`.
-        """
-        every = self.iterations[self.iterations["prefill_tokens"] == 0]
-        table = every[(every["draft_depth"] == 0) & (every["duration"] > 0)]
-        costs, batches, source = self.costs, (0.0, np.inf), "predicted by the costs given"
-        if len(table) >= ENOUGH_PLAIN and table["batch"].nunique() > 1:
-            fitted, _ = fit_recorded(recorded_rows(table, drafters=self.known.drafters))
-            costs = fitted.model_copy(update={n: 0.0 for n, value in fitted if n.endswith("_s") and value is None})
-            batches = (table["batch"].min(), table["batch"].max())
-            source = f"predicted from {len(table)} plain iterations of this run"
-        elif costs is None:
-            raise NotChecked(
-                f"{len(table)} plain iterations are too few to know what plain decoding takes: run an RL step under "
-                "policy none, or give a cost file with --costs"
-            )
-        else:
-            batches = (costs.calibrated and costs.calibrated.batch) or batches
-            # Costs of another engine miss what this run's iterations took.
-            rows = recorded_rows(every, drafters=self.known.drafters)
-            took = predict(costs, rows).sum() if isinstance(costs, LinearCosts) else None
-            off = 1.0 if took is None else took / every["duration"].sum()
-            if abs(off - 1) > COSTS_MAY_MISS:
-                raise NotChecked(
-                    f"the available costs are not this run's: they predict {off:.2f} of the time that its iterations "
-                    "took; run an RL step under policy none and calibrate this run"
-                )
-        cost = costs.iteration(NO_SPECULATION)
-        batch = every.loc[every["batch"].between(batches[0] / BATCH_SLACK, batches[1] * BATCH_SLACK), "batch"]
-        terms = {size: (cost.without_context_s(int(size)), cost.context_slope_s(int(size))) for size in batch.unique()}
-        seconds = (
-            batch.map(lambda size: terms[size][0]) + batch.map(lambda size: terms[size][1]) * every["context_tokens"]
-        )
-        return seconds * every["num_generated"] / every["batch"], source
-
-    def against_plain(self, rows: pd.DataFrame) -> Interval | None:
-        """Time of these iterations over that of plain decoding of as many tokens; None where too few are known."""
-        rows = rows.assign(plain=self.plain[0])
-        by_step = rows[rows["plain"] > 0].groupby("rl_step")[["duration", "plain"]].sum()
-        return ratio(by_step["duration"], by_step["plain"]) if len(by_step) >= ENOUGH_STEPS else None
+def remedy(stage: str) -> str:
+    """Return what to look at where a stage takes most of the time."""
+    return REMEDIES.get(stage, f"what the framework times as {stage}")
 
 
 def stage_label(stage: str) -> str:
@@ -328,31 +257,3 @@ def _logs(run: Path) -> dict[str, str]:
             file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
             tails[path.name] = file.read().decode(errors="replace")
     return tails
-
-
-def _kind_of(name: str) -> str | None:
-    """The selector's kind of a shipped policy, of an engine's own ("beg-mab 0a1b2c3d"), or of a simulation's file."""
-    if name in SHIPPED:
-        return SHIPPED[name].selector.kind
-    if name.count(" ") == 1:
-        return name.partition(" ")[0]
-    return _selector_kind(read_object(Path(name))) if name.endswith(".json") else None
-
-
-def _selector_kind(policy: Any) -> str | None:
-    selector = policy.get("selector") if isinstance(policy, dict) else None
-    return selector.get("kind") if isinstance(selector, dict) else None
-
-
-def _policies(folder: Path) -> tuple[tuple[int, str, str], ...]:
-    """(first RL step, name, kind of selector) of policies.json, else policy.json from RL step 0 on."""
-    entries = read_object(folder / "policies.json").get("policies") or []
-    if not entries and (single := read_object(folder / "policy.json")):
-        entries = [{"rl_step": 0, "name": None, "policy": single}]
-    policies = []
-    for entry in entries:
-        # Written by another version: then it is not known.
-        with suppress(KeyError, TypeError, ValueError):
-            if kind := _selector_kind(entry["policy"]):
-                policies.append((int(entry["rl_step"]), str(entry.get("name") or kind), kind))
-    return tuple(sorted(policies))

@@ -17,12 +17,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from tltlab.arrays import Floats
 from tltlab.calibration.logged import COLLAPSED
 from tltlab.calibration.stages import rollout_rows
 from tltlab.errors import ConfigError, one_line
 from tltlab.records import frozen
-from tltlab.stats import Interval, mean_of_few, student_margin
+from tltlab.stats import SIDE, Interval, change_point, mean_of_few
 from tltlab.traces.trace import Trace
 
 from .evidence import (
@@ -33,11 +32,10 @@ from .evidence import (
     accepted_pairs,
     need,
     ratio,
+    remedy,
     stage_label,
 )
 
-UNSURE = 1.05  # fitted plain times miss held-out rollouts by up to 5 %, which an interval over RL steps does not see
-LOSING_SHARE = 0.02  # share of decoding time in losing batches below which a change is not worth the trouble
 HALF = 0.5  # below half of the RL step even a rollout in no time at all saves less than what stays
 WAITING_SHARE = 0.2  # share of the time with a queue that is more than the end of one admission
 PREFILL_AGAIN = 1.05  # prefilled over prompt tokens: prefix caching keeps it below 1, preemption brings it above
@@ -45,18 +43,13 @@ SLOW_WORKER = 1.1  # time over the other workers' at like batches: single rollou
 GRAPHLESS_SHARE = 0.05  # share of the time without graphs that is worth the memory of more of them
 DRAFTED = 1.05  # tokens per draft from which an RL step of a training log counts as one that gains by drafts
 ACCEPT_FLOOR = 1.2  # TLT's Fig 13 has its cheapest step at 1.71 plain ones; verification alone takes some 20 % more
-SMALL_BATCH = 4  # batches up to here verify almost for free: a drafter that loses there loses everywhere
-FALL = 0.1  # relative fall of acceptance over a run that counts
-ENOUGH_FOR_TREND = 6  # RL steps from which a slope has an interval worth the name
+ENOUGH_FOR_TREND = 6  # RL steps of iterations from which a fall is looked for
 ENOUGH_DRAFTS = 200  # drafts below which a rollout's acceptance is noise: its standard error is then some 5 %
 FLIPS_PER_100 = 10  # on-off switches per 100 iterations: as many as a hold of 10, TLT's default, allows
-SWITCH_SHARE = 0.05  # share of the time that eats a gain as large as that of choosing well (TLT's Table 4)
 STARVED = 0.95  # mean length trained on over that generated below which the policy is taught to be short
 WAITING = 0.02  # share of rollouts spent waiting for the drafter's trainers from which it is worth a setting
-TRAINING_SHARE = 0.5  # share of training periods, and of their time, that should bring updates
 QUOTE_LETTERS = 240
 LINES_BEFORE = 40  # lines before an error that belong to it: a traceback through vLLM has some 30
-LEAST_SIDE = 2  # RL steps before and behind a change: a single slow one is none
 GROWN_SHARE = 0.1  # share of the RL step by which a stage must grow: below it there is little to gain
 LARGE_SHARE = 0.3  # share of the RL step from which a stage that grew is a problem
 KEPT = 1.2  # accept length of a drafter that did work: TLT's Fig 13 has its cheapest step at 1.71 plain ones
@@ -68,6 +61,12 @@ TRAIN_OR_REPLACE = (
     "(drafter.schedule.kind = always, drafter.max_updates); drafter.fallback serves until then. A model-free one: "
     "draft less deep, or use a learned drafter ([drafter], rollout.policy = beg-mab-learned)."
 )
+LOAD_ANEW = (
+    "Outputs stay right, only time is lost. Load the drafter's weights anew after sleep, wake-up and weight sync "
+    "(level-2 sleep throws them away), or switch drafting off until they are."
+)
+
+Severity = Literal["problem", "hint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class Finding:
     batches, None where it is the whole run. `code` is the check's name unless the check has several findings.
     """
 
-    severity: Literal["problem", "hint"]
+    severity: Severity
     title: str
     evidence: str
     advice: str = ""
@@ -177,16 +176,17 @@ def rl_steps(values: Iterable[int], unit: str = "RL step") -> str:
 
 
 class Signature(NamedTuple):
-    """Log message of a known failure in engines, Ray or the system.
+    """Log message of a known failure in engines, drafters, Ray or the system.
 
-    A line fits `pattern`; it, or a line just before it, fits `beside`. Case does not count.
+    A line fits `pattern`; it, or a line just before it, fits `context`. Case does not count.
     """
 
     code: str
     title: str
     advice: str
     pattern: str
-    beside: str = ""
+    context: str = ""
+    severity: Severity = "problem"
 
 
 SIGNATURES = (
@@ -228,6 +228,20 @@ SIGNATURES = (
         r"it is trained and not used|the drafter is not trained any more|does not go into service",
     ),
     Signature(
+        "canary-collapsed",
+        "The learned drafter collapsed",
+        "Check that its weights reach the engines whole and share the target's embedding and LM head; until then "
+        "drafter.fallback serves. drafter.canary.collapse sets the bound.",
+        r"the learned drafter has collapsed",
+    ),
+    Signature(
+        "drafter-untrained",
+        "The learned drafter had not learned enough to serve",
+        "Warm it up before the run: tltlab train-drafter, then drafter.checkpoint. The fallback served.",
+        r"the learned drafter has not learned yet",
+        severity="hint",
+    ),
+    Signature(
         "run-stopped",
         "The run stopped with an error",
         "tltlab COMMAND --debug shows where; Ray's logs (/tmp/ray/session_latest/logs) and the kernel's (dmesg, for "
@@ -244,7 +258,7 @@ SIGNATURES = (
 def deaths(run: RunEvidence) -> Findings:
     """Each known cause of death of the run, or of one of its engines, and what became of its drafter."""
     need(run.events or run.logs, "the run has neither events.jsonl nor *.log files")
-    lines: dict[Signature, list[_Line]] = {signature: [] for signature in SIGNATURES}
+    lines: dict[Signature, list[_LogLine]] = {signature: [] for signature in SIGNATURES}
     for line in _lines(run):
         if signature := next((signature for signature in SIGNATURES if _fits(line, signature)), None):
             lines[signature].append(line)
@@ -254,29 +268,29 @@ def deaths(run: RunEvidence) -> Findings:
         more = f" (and {len(others)} more like it)" if others else ""
         steps = [line.rl_step for line in (first, *others) if line.rl_step is not None]
         evidence, where = f'{first.source} says "{quote}"{more}.', rl_steps(steps) if steps else None
-        yield problem(signature.title, evidence, signature.advice, where, signature.code)
+        yield Finding(signature.severity, signature.title, evidence, signature.advice, where, signature.code)
 
 
-class _Line(NamedTuple):
+class _LogLine(NamedTuple):
     text: str
     source: str
     before: str = ""
     rl_step: int | None = None
 
 
-def _fits(line: _Line, signature: Signature) -> bool:
-    pairs = ((signature.pattern, line.text), (signature.beside, line.before + line.text))
+def _fits(line: _LogLine, signature: Signature) -> bool:
+    pairs = ((signature.pattern, line.text), (signature.context, line.before + line.text))
     return all(re.search(pattern, text, re.IGNORECASE) for pattern, text in pairs)
 
 
-def _lines(run: RunEvidence) -> Iterator[_Line]:
+def _lines(run: RunEvidence) -> Iterator[_LogLine]:
     for event in run.events:
         rl_step = rl_step if isinstance(rl_step := event.get("rl_step"), int) else None
-        yield _Line(str(event.get("event", "")), "events.jsonl", rl_step=rl_step)
+        yield _LogLine(str(event.get("event", "")), "events.jsonl", rl_step=rl_step)
     for name, text in run.logs.items():
         lines = text.splitlines()
         for number, line in enumerate(lines):
-            yield _Line(line, name, before="\n".join(lines[max(0, number - LINES_BEFORE) : number]))
+            yield _LogLine(line, name, before="\n".join(lines[max(0, number - LINES_BEFORE) : number]))
 
 
 @check("interrupted", "the recording is whole")
@@ -297,32 +311,14 @@ def interrupted(run: RunEvidence) -> Findings:
         )
 
 
-@check("slower-than-plain", "rollouts are not slower than plain decoding")
-def slower_than_plain(run: RunEvidence) -> Findings:
-    """Decoding under a policy that speculates takes longer than plain decoding of as many tokens would."""
-    rows = run.decoding[run.decoding["rl_step"].isin(run.speculating["rl_step"])]
-    names = rows["rl_step"].map({rl_step: policy[0] for rl_step, policy in run.policy_of_step.items()})
-    slowdowns = {str(name): run.against_plain(of_policy) for name, of_policy in rows.groupby(names)}
-    judged = [(slowdown.low, name, slowdown) for name, slowdown in slowdowns.items() if slowdown is not None]
-    need(judged, f"no policy speculated in {ENOUGH_STEPS} RL steps at batches of which plain times are known")
-    low, name, slowdown = max(judged, key=lambda policy: policy[0])
-    if low > UNSURE:
-        yield problem(
-            f"Policy {name} makes rollouts slower than no speculation",
-            f"Decoding takes {slowdown:.2f} times as long as plain decoding of the same tokens at these batches "
-            f"({run.plain[1]}).",
-            "Speculate at small batches only (activation.max_requests), draft less deep, or not at all: see "
-            "tltlab tune.",
-            rl_steps(rows.loc[names == name, "rl_step"]),
-        )
-
-
 @check("drafts-lose-time", "RL steps that draft are no slower per token")
 def drafts_lose_time(run: RunEvidence) -> Findings:
     """Rollouts that speculate take longer for their lengths than those that do not: speculation is net negative."""
     steps = run.steps
-    need("accept_length" in steps, "the RL steps have no tokens per draft (a training log may)")
+    if "accept_length" not in steps or steps["accept_length"].isna().all():
+        steps = steps.assign(accept_length=steps["rl_step"].map(_accept_lengths(run)))
     timed = steps[steps["rollout_s"] > 0].assign(accept_length=steps["accept_length"].astype(np.float64))
+    timed = timed[~timed["rl_step"].isin(run.explored)]
     lengths = run.known.outcomes.groupby("rl_step")["response_tokens"].agg(longest="max", tokens="sum")
     rows = timed.merge(lengths, left_on="rl_step", right_index=True).reset_index(drop=True)
     need(len(rows), "no RL step has a rollout time")
@@ -348,49 +344,26 @@ def drafts_lose_time(run: RunEvidence) -> Findings:
         )
 
 
+def _accept_lengths(run: RunEvidence) -> pd.Series:
+    """Tokens per draft of each RL step whose iterations verified any."""
+    by_step = _drafts(run.iterations).groupby("rl_step")[["pairs", "num_accepted"]].sum()
+    return 1.0 + by_step["num_accepted"] / by_step["pairs"]
+
+
 @check("acceptance-low", "drafts are kept often enough")
 def acceptance_low(run: RunEvidence) -> Findings:
-    """Even in small batches a drafter's drafts are kept too rarely to pay for themselves."""
-    judged = {str(drafter): (rows, _tokens_per_draft(rows)) for drafter, rows in run.speculating.groupby("drafter")}
-    enough = any(accepted for _, accepted in judged.values())
-    need(enough, f"no drafter made {ENOUGH_DRAFTS} drafts in {ENOUGH_STEPS} RL steps")
-    for drafter, (rows, accepted) in judged.items():
-        if accepted is None:
-            continue
-        lost: Interval | None = None
-        with suppress(NotChecked):
-            lost = run.against_plain(rows[rows["batch"] <= SMALL_BATCH])
-        if lost.low <= UNSURE if lost else accepted.high >= ACCEPT_FLOOR:
-            continue
-        times = (
-            f"; up to batch {SMALL_BATCH} its tokens take {lost:.2f} times what plain decoding would" if lost else ""
-        )
-        yield problem(
-            f"The drafts of {drafter} are kept too rarely to pay",
-            f"{drafter} yields {accepted:.2f} tokens per draft, the bonus token included{times}.",
-            TRAIN_OR_REPLACE,
-            rl_steps(rows["rl_step"]),
-        )
-        return
-
-
-@check("acceptance-falling", "acceptance holds over the run")
-def acceptance_falling(run: RunEvidence) -> Findings:
-    """Acceptance goes down over the run, batches and drafts being the same."""
-    levels = {str(drafter): _acceptance_by_step(rows) for drafter, rows in run.speculating.groupby("drafter")}
-    levels = {drafter: level for drafter, level in levels.items() if len(level) >= ENOUGH_FOR_TREND}
-    need(levels, f"a trend needs {ENOUGH_FOR_TREND} RL steps with {ENOUGH_DRAFTS} drafts each")
-    for drafter, level in levels.items():
-        slope = _slope(level.to_numpy(), level.index.to_numpy(np.float64))
-        total = slope.estimate * float(np.ptp(level.index))
-        if slope.high < 0 and total <= -FALL:
+    """A drafter's drafts are kept too rarely to pay for themselves at any batch."""
+    judged = {str(drafter): _tokens_per_draft(rows) for drafter, rows in run.speculating.groupby("drafter")}
+    need(any(judged.values()), f"no drafter made {ENOUGH_DRAFTS} drafts in {ENOUGH_STEPS} RL steps")
+    for drafter, accepted in judged.items():
+        if accepted is not None and accepted.high < ACCEPT_FLOOR:
+            rows = run.speculating[run.speculating["drafter"] == drafter]
             yield problem(
-                f"The acceptance of {drafter} falls during the run",
-                f"At like batches and depths acceptance changes by {slope:+.1%} per RL step, {total:+.0%} in all.",
+                f"The drafts of {drafter} are kept too rarely to pay",
+                f"{drafter} yields {accepted:.2f} tokens per draft, the bonus token included.",
                 TRAIN_OR_REPLACE,
-                rl_steps(level.index),
+                rl_steps(rows["rl_step"]),
             )
-            return
 
 
 def _tokens_per_draft(rows: pd.DataFrame) -> Interval | None:
@@ -401,34 +374,26 @@ def _tokens_per_draft(rows: pd.DataFrame) -> Interval | None:
     return ratio(by_step["pairs"] + by_step["num_accepted"], by_step["pairs"])
 
 
-def _acceptance_by_step(rows: pd.DataFrame) -> pd.Series:
-    """Share of drafted tokens kept in each RL step over that of like drafts in all, minus 1; steps with enough drafts.
+def _like_lengths(run: RunEvidence) -> pd.Series:
+    """Tokens per draft of each RL step with enough drafts, were all drafts as deep, and at such batches, as on average.
 
-    Drafts are alike that go to the same depth at about the same batch, so that another mix of them is no change.
+    Drafts are alike that one drafter makes to the same depth at about the same batch: another mix is no change.
     """
-    drafts = _drafts(rows)
-    cell = drafts.groupby(["draft_depth", np.log2(drafts["batch"].clip(lower=1)).astype(int)])
+    drafts = _drafts(run.speculating)
+    size = np.log2(drafts["batch"].clip(lower=1)).astype(int)
+    cell = drafts.groupby(["drafter", "draft_depth", size])
     share = cell["num_accepted"].transform("sum") / cell["num_drafted"].transform("sum")
     drafts["expected"] = drafts["num_drafted"] * share
     by_step = drafts.groupby("rl_step")[["pairs", "num_accepted", "expected"]].sum()
     by_step = by_step[(by_step["pairs"] >= ENOUGH_DRAFTS) & (by_step["expected"] > 0)]
-    return by_step["num_accepted"] / by_step["expected"] - 1.0
+    gain = drafts["num_accepted"].sum() / drafts["pairs"].sum()
+    return 1.0 + gain * by_step["num_accepted"] / by_step["expected"]
 
 
 def _drafts(rows: pd.DataFrame) -> pd.DataFrame:
     """Iterations that verified drafts, with the `pairs` of request and iteration in each."""
     drafts = rows[rows["num_drafted"] > 0].astype({"num_drafted": np.float64, "num_accepted": np.float64})
     return drafts.assign(pairs=accepted_pairs(drafts))
-
-
-def _slope(y: Floats, x: Floats) -> Interval:
-    """Least-squares slope of y over x, with Student's interval."""
-    design = np.column_stack([x, np.ones(len(x))])
-    coefficients, _, rank, _ = np.linalg.lstsq(design, y, rcond=None)
-    freedom = max(len(x) - int(rank), 1)
-    variance = np.sum((y - design @ coefficients) ** 2) / freedom * np.linalg.pinv(design.T @ design)[0, 0]
-    slope, margin = float(coefficients[0]), student_margin(float(np.sqrt(variance)), freedom)
-    return Interval(estimate=slope, low=slope - margin, high=slope + margin, level=0.95, method="t")
 
 
 @check("drafts-collapse", "drafts are kept as often as before")
@@ -439,14 +404,14 @@ def drafts_collapse(run: RunEvidence) -> Findings:
     none_kept = length <= COLLAPSED
     at = int(none_kept.argmax())
     if not none_kept.any():
-        split = change(-length)
+        split = change_point(-length)
         if split is None or np.median(length[split:]) - 1 > LOST * (np.median(length[:split]) - 1):
             return
         at = split
     bad = rows[none_kept] if none_kept.any() else rows.iloc[at:]
     before = rows.iloc[:at] if at else rows[~none_kept]
     on = bool(bad["has_drafts"].all())
-    if (len(before) and before["accept_length"].median() < KEPT) or len(bad) < (1 if on else LEAST_SIDE):
+    if (len(before) and before["accept_length"].median() < KEPT) or len(bad) < (1 if on else SIDE):
         return
     slower = _slower(run, before["rl_step"], bad["rl_step"])
     # A log may write one token per draft where nothing was drafted.
@@ -463,23 +428,25 @@ def drafts_collapse(run: RunEvidence) -> Findings:
         f"Drafts are {kept} from {run.unit} {bad['rl_step'].iloc[0]} on" if at else "Drafts are not kept",
         f"{fall} {'while drafts continue' if on else 'or nothing was drafted, which the log does not show'}"
         f"{_rates(before, bad) if name == 'accept_length' else ''}{times}.",
-        "Outputs stay right, only time is lost. Load the drafter's weights anew after sleep, wake-up and weight sync "
-        "(level-2 sleep throws them away), or switch drafting off until they are.",
+        TRAIN_OR_REPLACE if run.log is None else LOAD_ANEW,
         rl_steps(bad["rl_step"], run.unit),
     )
 
 
 def _drafted(run: RunEvidence) -> pd.DataFrame:
-    """RL steps of a log that have the number of tokens per draft."""
+    """RL steps that have the number of tokens per draft, as a log has it, or of like drafts of the iterations."""
     if run.log is None:
-        raise NotChecked(NO_LOG)
+        lengths = _like_lengths(run)
+        need(len(lengths) >= ENOUGH_FOR_TREND, f"a fall needs {ENOUGH_FOR_TREND} RL steps of {ENOUGH_DRAFTS} drafts")
+        columns = {"rl_step": lengths.index, "accept_length": lengths.to_numpy(), "has_drafts": True}
+        return pd.DataFrame(columns | {"draft_rate": np.nan})
     log = run.log
     if log["accept_length"].isna().all():
         # A lower bound: the accepted share counts tokens, and a draft has one or more.
         log = log.assign(accept_length=1.0 + log["draft_rate"])
     rows = log[log["accept_length"].notna()].reset_index(drop=True)
     need(len(rows), "the log has no tokens per draft")
-    need(len(rows) >= 2 * LEAST_SIDE, f"a change needs {2 * LEAST_SIDE} RL steps with drafts")
+    need(len(rows) >= 2 * SIDE, f"a change needs {2 * SIDE} RL steps with drafts")
     return rows
 
 
@@ -514,62 +481,9 @@ def _slower(run: RunEvidence, before: pd.Series, behind: pd.Series) -> _Slower |
     return _Slower(now["rollout_s"].median(), was["rollout_s"].median(), times)
 
 
-def change(values: Floats) -> int | None:
-    """Where a series rises for good: the first index behind; None where it does not.
-
-    The change is the split with the largest variance between both sides; at most one value in ten may overlap.
-    """
-    num = len(values)
-    if num < 2 * LEAST_SIDE + 1 or not np.isfinite(values).all():
-        return None
-    sums, at = np.cumsum(values), np.arange(LEAST_SIDE, num - LEAST_SIDE + 1)
-    rise = (sums[-1] - sums[at - 1]) / (num - at) - sums[at - 1] / at
-    best = int(at[np.argmax(np.sign(rise) * rise**2 * at * (num - at))])
-    least = np.quantile(values[best:], 0.1, method="lower")
-    return best if least > np.quantile(values[:best], 0.9, method="higher") else None
-
-
-@check("large-batches", "no speculation at too large batches")
-def large_batches(run: RunEvidence) -> Findings:
-    """Speculation continues at batches where it loses, though it gains at smaller ones."""
-    rows = run.speculating
-    of_band = rows.groupby(2 ** np.log2(rows["batch"].clip(lower=1)).astype(int))
-    intervals = {int(least): run.against_plain(in_band) for least, in_band in of_band}
-    bands = {least: slowdown for least, slowdown in intervals.items() if slowdown is not None}
-    need(bands, f"no batch size was both decoded plainly and speculated at in {ENOUGH_STEPS} RL steps")
-    gaining = [least for least, slowdown in bands.items() if slowdown.high < 1]
-    need(gaining, "speculation certainly gains at no batch size, so no batch is too large for it")
-    losing = [least for least, slowdown in bands.items() if slowdown.low > UNSURE and least > min(gaining)]
-    share = rows.loc[rows["batch"] >= min(losing, default=np.inf), "duration"].sum() / run.decoding["duration"].sum()
-    if not losing or share < LOSING_SHARE:
-        return
-    names = {least: f"{least}-{2 * least - 1}" if least > 1 else "1" for least in bands}
-    by_batch = ", ".join(f"batch {names[least]} {slowdown:.2f}" for least, slowdown in bands.items())
-    most = min(losing) - 1
-    yield problem(
-        "Speculation stays on at batches too large for it",
-        f"Time against plain decoding of the same tokens ({run.plain[1]}): {by_batch}; {share:.0%} of the decoding "
-        f"time goes into drafts at larger batches than {most}.",
-        f"Set activation.max_requests to {most}, or give those batches a bucket with no speculation in it.",
-        f"batches from {most + 1}",
-    )
-
-
 @check("switches-often", "few switches")
 def switches_often(run: RunEvidence) -> Findings:
-    """Switching speculation on takes a good part of the time, or is repeated."""
-    spans = run.known.spans
-    if spans is not None and len(spans):
-        on_worker = spans[spans["lane"].str.startswith("worker ")]
-        working = on_worker[~on_worker["kind"].isin(["idle", "spot_train"])]["duration"].sum()
-        switching = on_worker[on_worker["kind"] == "switch"]["duration"].sum()
-        if switching > SWITCH_SHARE * working:
-            yield problem(
-                "Switching speculation on takes a good part of the rollout",
-                f"{switching:.3g} s, {switching / working:.0%} of the workers' busy time, went into switches.",
-                "Switch once, late: a smaller activation.max_requests, a longer activation.hold_iterations.",
-            )
-            return
+    """Speculation is switched on and off repeatedly."""
     need(len(run.speculating), "nothing was speculated")
     table = run.decoding
     on = table["draft_depth"].to_numpy() > 0
@@ -584,34 +498,6 @@ def switches_often(run: RunEvidence) -> Findings:
             "wins.",
             rl_steps(table.loc[flips, "rl_step"]),
         )
-
-
-@check("canary", "the drafter's canary is content")
-def canary(run: RunEvidence) -> Findings:
-    """The canary's verdict on the learned drafter was that it collapsed, or had not learned enough."""
-    need(run.events, "the run has no events.jsonl")
-    verdicts = [(event, event["verdict"].get("kind")) for event in run.events if isinstance(event.get("verdict"), dict)]
-    need(verdicts, "no canary spoke: the run has no learned drafter, or it drafted too little to judge")
-    kinds = {
-        "collapsed": problem(
-            "The learned drafter collapsed",
-            "",
-            "Check that its weights reach the engines whole and share the target's embedding and LM head; until then "
-            "drafter.fallback serves. drafter.canary.collapse sets the bound.",
-            code="canary-collapsed",
-        ),
-        "untrained": hint(
-            "The learned drafter had not learned enough to serve",
-            "",
-            "Warm it up before the run: tltlab train-drafter, then drafter.checkpoint. The fallback served.",
-            code="drafter-untrained",
-        ),
-    }
-    for kind, finding in kinds.items():
-        if bad := [event for event, verdict in verdicts if verdict == kind]:
-            evidence = f"{len(bad)} of {len(verdicts)} verdicts; the first: {bad[0]['event']}."
-            yield replace(finding, evidence=evidence, where=rl_steps(event["rl_step"] for event in bad))
-            return
 
 
 @check("drafter-never-published", "new drafter weights went into service")
@@ -630,29 +516,6 @@ def never_published(run: RunEvidence) -> Findings:
             "No updates: are workers ever idle before the rollout ends (tltlab timeline), and for longer than an "
             "update takes (drafter.tokens_per_update)? Else events.jsonl has the reason why its weights were refused.",
         )
-
-
-@check("idle-fragmented", "idle time is long enough to train in")
-def idle_fragmented(run: RunEvidence) -> Findings:
-    """Idle workers train, but their idle time comes in pieces too short for an update."""
-    rows = run.training
-    need(len(rows) >= 2 * ENOUGH_STEPS, f"{len(rows)} training periods are too few")
-    seconds, trained = rows[["duration", "setup_s", "train_s"]].sum(), rows[rows["updates"] > 0]
-    need(seconds["duration"] > 0, f"the {len(rows)} training periods took no time")
-    shares, empty = seconds / seconds["duration"], 1 - len(trained) / len(rows)
-    if shares["train_s"] >= TRAINING_SHARE and empty <= TRAINING_SHARE:
-        return
-    update = "none was completed"
-    if len(trained):
-        update = f"one takes {trained['train_s'].sum() / trained['updates'].sum():.2g} s"
-    yield problem(
-        "Idle time comes in pieces too short to train in",
-        f"{len(rows)} periods of {rows['duration'].median():.2g} s (median): {shares['setup_s']:.0%} of the time set "
-        f"trainers up, {shares['train_s']:.0%} trained; {empty:.0%} of the periods made no update ({update}).",
-        "Make updates smaller (drafter.tokens_per_update), train in fewer rollouts (drafter.schedule.kind = every) or "
-        "larger groups (drafter.coordinator.min_idle_workers, late_join = false).",
-        rl_steps(rows["rl_step"]),
-    )
 
 
 @check("waits-for-training", "no rollout waits for drafter training")
@@ -679,7 +542,7 @@ def waits_for_training(run: RunEvidence) -> Findings:
 def rollout_slower(run: RunEvidence) -> Findings:
     """Rollouts take longer for the same lengths late in the run than early, and it is not for the drafts."""
     rows = run.per_token
-    at = change(rows["per_token"].to_numpy(np.float64))
+    at = change_point(rows["per_token"].to_numpy(np.float64))
     if at is None:
         return
     before, behind = rows.iloc[:at], rows.iloc[at:]
@@ -703,12 +566,12 @@ def rollout_slower(run: RunEvidence) -> Findings:
 def stage_grows(run: RunEvidence) -> Findings:
     """A stage takes far more of the RL step late in the run than early."""
     stages = run.stages
-    enough = len(stages) >= 2 * LEAST_SIDE + 1
-    need(enough, f"a change needs {2 * LEAST_SIDE + 1} RL steps whose stages are timed")
+    enough = len(stages) >= 2 * SIDE + 1
+    need(enough, f"a change needs {2 * SIDE + 1} RL steps whose stages are timed")
     found: list[tuple[float, Finding]] = []
     for name in stages.columns.difference(["step", "rollout"]):
         timed = stages[stages[name].notna() & (stages["step"] > 0)]
-        at = change(timed[name].to_numpy(np.float64))
+        at = change_point(timed[name].to_numpy(np.float64))
         if at is None:
             continue
         before, behind = timed.iloc[:at], timed.iloc[at:]
@@ -727,7 +590,7 @@ def stage_grows(run: RunEvidence) -> Findings:
             f"{title[:1].upper()}{title[1:]} takes {own:.0%} of the RL step's work from RL step {first} on",
             f"It takes {behind[name].median():.4g} of {behind['step'].median():.4g} s, {share:.0%} of the RL step"
             f"{waiting}; before {before[name].median():.3g} s, {was:.0%}.",
-            f"Look at {run.remedy(name)}, and at what changed at RL step {first}.",
+            f"Look at {remedy(name)}, and at what changed at RL step {first}.",
             rl_steps(behind.index),
         )
         found.append((float(share - was), finding))
@@ -768,27 +631,8 @@ def not_bottleneck(run: RunEvidence) -> Findings:
         f"The rollout is not the bottleneck, {stage_label(largest)} is",
         f"{lead} is {share:.0%} of an RL step, {breakdown}: one twice as fast would save {share.estimate / 2:.0%} of "
         "it.",
-        f"Look at {run.remedy(largest)}.",
+        f"Look at {remedy(largest)}.",
     )
-
-
-@check("rollout-share", "the rollout is less than half of the RL step")
-def rollout_share(run: RunEvidence) -> Findings:
-    """The rollout is most of an RL step: how much faster the step can get at best."""
-    timed = (run.steps if run.log is None else run.log).reindex(columns=["rl_step", "step_s"]).dropna()
-    rows, part = rollout_rows(run.stages)
-    rows = rows[rows.index.isin(timed["rl_step"])]
-    few = f"fewer than {ENOUGH_STEPS} RL steps time rollout and whole RL step (a training log does)"
-    need(len(rows) >= ENOUGH_STEPS, run.complaint or few)
-    share = ratio(rows[part], rows["step"])
-    if share.low >= HALF:
-        twice, at_best = 1 / (1 - share.estimate / 2), 1 / max(1 - share.estimate, 1e-3)
-        yield hint(
-            f"The rollout is {share.estimate:.0%} of the RL step",
-            f"The rollout takes {rows[part].median():.1f} of {rows['step'].median():.1f} s, {share:.0%}: RL steps are "
-            f"{twice:.2f}x as fast with one twice as fast, {at_best:.1f}x at best.",
-            "tltlab calibrate LOG --out costs.json, then tltlab compare LOG --costs costs.json, shows what gains most.",
-        )
 
 
 @check("waiting-queue", "no queue and no preemption")
@@ -862,27 +706,23 @@ def no_graph(run: RunEvidence) -> Findings:
     lacking = table[table["graph"] != "full"]
     by_depth = lacking.groupby("draft_depth")["duration"].sum()
     most = f"draft depth {by_depth.idxmax()}" if by_depth.idxmax() else "plain decoding"
-    title = "Engines decode without full CUDA graphs"
-    evidence = (
+    advice = (
+        "Leave rollout.vllm.enforce_eager and compilation_config out and rollout.graphs at planned; raise "
+        "rollout.vllm.max_num_batched_tokens for batches larger than those captured."
+    )
+    if eager < GRAPHLESS_SHARE:
+        advice = (
+            "rollout.graphs = planned captures graphs for drafts of any lengths where attention takes them (Hopper); "
+            "elsewhere drop model-free drafters and fallbacks, so that vLLM takes its V2 runner, or draft at one depth."
+        )
+    yield Finding(
+        "problem" if eager >= GRAPHLESS_SHARE else "hint",
+        "Engines decode without full CUDA graphs",
         f"{piecewise:.0%} of decoding time ran in piecewise graphs and {eager:.0%} in none, most of it "
         f"({by_depth.max() / by_depth.sum():.0%}) at {most}; batches of {lacking['batch'].min()} to "
-        f"{lacking['batch'].max()}."
+        f"{lacking['batch'].max()}.",
+        advice,
     )
-    if eager >= GRAPHLESS_SHARE:
-        yield problem(
-            title,
-            evidence,
-            "Leave rollout.vllm.enforce_eager and compilation_config out and rollout.graphs at planned; raise "
-            "rollout.vllm.max_num_batched_tokens for batches larger than those captured.",
-        )
-    else:
-        yield hint(
-            title,
-            evidence,
-            "rollout.graphs = planned captures graphs for drafts of any lengths where attention takes them (Hopper); "
-            "elsewhere drop model-free drafters and fallbacks, so that vLLM takes its V2 runner, or draft at one "
-            "depth.",
-        )
 
 
 @check("long-starved", "training sees the lengths that are generated")

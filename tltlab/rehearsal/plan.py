@@ -19,12 +19,13 @@ from tltlab.hardware import GIB, RUNTIME_BYTES, ModelShape, available_memory
 from tltlab.own import split
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.runtime.engine import environment
 from tltlab.runtime.rollout.played import STOCK, RehearsalPlan
 from tltlab.sim.verification.played import listed_policies
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import num_workers
 from tltlab.traces.trace import Trace
+
+from .settings import RehearsalConfig
 
 TINY = ModelShape(
     name="tiny-shape", hidden=128, intermediate=256, layers=2, heads=4, kv_heads=2, head_dim=32, vocab=1024
@@ -34,62 +35,51 @@ _LARGE_BATCH = 1 << 20
 _FP32_OVER_BF16 = 2
 
 
-def plan_of(
-    trace: Trace,
-    model: str,
-    *,
-    policies: str,
-    acceptance: str,
-    rl_step: int | None = None,
-    responses: int | None = None,
-    cap: int | None = None,
-    workers: int = 1,
-    rounds: int = 3,
-    gpus: int | None = None,
-    seed: int = 0,
-    plain_batches: Sequence[int] = (),
-) -> RehearsalPlan:
-    """Check everything and return what would be played; the arguments are the options of `tltlab rehearse`.
+def plan_of(trace: Trace, model: str, config: RehearsalConfig) -> RehearsalPlan:
+    """Check everything and return what would be played.
 
     Plain steps are timed at `plain_batches` besides. Raises ConfigError; nothing has been started then.
     """
-    names, found = split(policies), len(environment.gpus())
-    if gpus is not None and gpus > found:
-        raise ConfigError(f"--gpus {gpus}: torch finds {found} here")
+    # torch takes seconds to import: --help should not wait for it.
+    from tltlab.runtime.engine import environment
+
+    policies, gpus, found = config.policies, config.gpus, environment.gpus()
+    names = split(policies)
+    if gpus is not None and gpus > len(found):
+        raise ConfigError(f"--gpus {gpus}: torch finds {len(found)} here")
     ours = listed_policies(",".join(name for name in names if name != STOCK), fewest=0 if STOCK in names else 1)
     if names.count(STOCK) > 1:
         raise ConfigError(f"--policies {policies}: {STOCK} is there twice")
     stock = {STOCK: Policy(selector=FixedSpec(strategy=NO_SPECULATION))} if STOCK in names else {}
-    shape, config = shape_of(model)
-    lengths, prompt_tokens, about = shares(trace, rl_step=rl_step, workers=workers, responses=responses, cap=cap)
+    shape, described = shape_of(model)
+    lengths, prompt_tokens, about = shares(trace, config)
     used = sorted({s.drafter for policy in ours.values() for s in policy.strategies if s.speculates})
     drafters = Drafters({name: spec for policy in ours.values() for name, spec in policy.drafters.items()})
-    granted = acceptance_by_drafter(acceptance, used, drafters)
+    granted = acceptance_by_drafter(config.acceptance, used, drafters)
     rates = {name: rates_of(name, policy, granted) for name, policy in ours.items()}
     modules = sorted({part.module for policy in ours.values() for part in policy.own_parts})
     plan = RehearsalPlan(
-        model=shape.name, config=config, kv_token_bytes=shape.kv_bytes_per_token, lengths=lengths,
+        model=shape.name, config=described, kv_token_bytes=shape.kv_bytes_per_token, lengths=lengths,
         prompt_tokens=prompt_tokens, group_size=trace.manifest.group_size or 8, about=about, policies=stock | ours,
         modules=tuple(modules), rates={STOCK: ()} | rates,
         granted={name: granted.text(name) for name in used},
-        plain_batches=tuple(sorted(plain_batches)), rounds=rounds, seed=seed,
-        gpus=found if gpus is None else gpus,
+        plain_batches=tuple(sorted(config.plain_batches)), rounds=config.rounds, seed=config.seed,
+        gpus=len(found) if gpus is None else gpus,
     )  # fmt: skip
     if len(plan.learned) > 1:
         raise ConfigError(f"{' and '.join(plan.learned)} are learned drafters: an engine has at most one")
-    _check_memory(plan, shape)
+    _check_memory(plan, shape, found)
     return plan
 
 
-def shares(
-    trace: Trace, *, rl_step: int | None, workers: int, responses: int | None, cap: int | None
-) -> tuple[tuple[tuple[int, ...], ...], int, str]:
+def shares(trace: Trace, config: RehearsalConfig) -> tuple[tuple[tuple[int, ...], ...], int, str]:
     """Return response lengths by worker, prompt tokens, and a sentence on both.
 
     Lengths are evenly spaced quantiles of an RL step's, times cap / the longest, dealt to workers at random: the shape
     of the tail stays. By default a worker has as many as in the trace, and the cap is the longest. Prompts have the
     median length, times the same factor where it is below 1. Raises ConfigError for an RL step that the trace lacks.
     """
+    rl_step, workers = config.rl_step, config.workers
     if not trace.rl_steps or (rl_step is not None and rl_step not in trace.rl_steps):
         known = f"{trace.rl_steps[0]} to {trace.rl_steps[-1]}" if trace.rl_steps else "none"
         raise ConfigError(f"--rl-step {rl_step}: the RL steps of this trace are {known}")
@@ -98,9 +88,9 @@ def shares(
     recorded = step.outcomes.groupby(["prompt_id", "sample"])["response_tokens"].sum().to_numpy()
     if recorded.max() < 1:
         raise ConfigError(f"no response of RL step {chosen} has a token: there is nothing to play")
-    each = responses or max(1, math.ceil(len(recorded) / num_workers(trace)))
+    each = config.responses or max(1, math.ceil(len(recorded) / num_workers(trace)))
     quantiles = np.quantile(recorded, (np.arange(each * workers) + 0.5) / (each * workers))
-    factor = float((cap or recorded.max()) / quantiles.max())
+    factor = float((config.cap or recorded.max()) / quantiles.max())
     lengths = np.maximum(1, np.rint(quantiles * factor).astype(int))
     dealt = np.random.default_rng(0).permutation(lengths).reshape(workers, each)
     prompt_tokens = max(8, round(float(step.workload["prompt_tokens"].median()) * min(1.0, factor)))
@@ -179,12 +169,12 @@ def shape_of(model: str) -> tuple[ModelShape, dict[str, Any]]:
     }  # fmt: skip
 
 
-def _check_memory(plan: RehearsalPlan, shape: ModelShape) -> None:
+def _check_memory(plan: RehearsalPlan, shape: ModelShape, gpus: Sequence[tuple[str, int]]) -> None:
     """ConfigError, with what is missing, where weights and cache do not fit, before anything is started."""
     where, room = "free memory here", available_memory()
     need = _FP32_OVER_BF16 * shape.stored_bytes() + max(map(plan.kv_bytes, range(len(plan.lengths))))
     if plan.gpus:
-        where, room = environment.gpus()[0]
+        where, room = gpus[0]
         longest = max(map(max, plan.lengths)) + plan.prompt_tokens
         need = (shape.stored_bytes() + RUNTIME_BYTES + shape.kv_bytes_per_token * longest) / _MEMORY_SHARE
     if room is not None and need > room:

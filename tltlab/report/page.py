@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from pathlib import Path
@@ -14,13 +13,12 @@ import jinja2
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from tltlab.charts import Chart, data_uri, inline_svg, series_names
+from tltlab.charts import data_uri, inline_svg, series_names
 from tltlab.records import frozen
 
 _TEMPLATES = Path(__file__).parent / "templates"
 SCRIPT = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
-"""Sorts tables, shows one of several pictures, enlarges them, shows a chart's values at the pointer; without it
-everything can be read."""
+"""Sorts tables, shows one of several pictures, enlarges them; without it everything can be read."""
 _SHA = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_SHA}'"
 """Content security policy of the page: a browser refuses whatever is not in the file itself, and any other script."""
@@ -35,14 +33,12 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 class Picture:
     """A chart in the page. `alt` describes it for readers who cannot see it, `caption` explains how to read it.
 
-    The chart is an image at `source`, or `svg`, whose series (`names`) can be hidden one by one. `readings` are a
-    chart's places (`Chart.places`) as JSON: the texts shown under the pointer.
+    The chart is an image at `source`, or `svg`, whose series (`names`) can be hidden one by one.
     """
 
     source: str = ""
     svg: str = ""
     names: tuple[str, ...] = ()
-    readings: str = ""
     alt: str
     caption: str
     shape: Literal["wide", "chart", "square"] = "wide"
@@ -54,9 +50,7 @@ class Picture:
         names, svg, source = series_names(figure), "", ""
         if not names or len(svg := inline_svg(figure, names)) > _MOST_INLINE:
             svg, source, names = "", data_uri(figure), ()
-        places = figure.places() if isinstance(figure, Chart) else []
-        readings = json.dumps(places, ensure_ascii=False, separators=(",", ":")) if places else ""
-        return cls(source=source, svg=svg, names=names, readings=readings, alt=alt, caption=caption,
+        return cls(source=source, svg=svg, names=names, alt=alt, caption=caption,
                    shape=shape or ("wide" if figure.get_figwidth() > _CHART_IN else "chart"))  # fmt: skip
 
     @classmethod

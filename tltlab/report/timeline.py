@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from tltlab.charts import FORMATS, Chart, PanelTexts, finish, save_figure
+from tltlab.charts import FORMATS, finish, save_figure
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import write_file
 from tltlab.importers.sources import read
@@ -48,7 +48,6 @@ LOOKS: dict[str, tuple[str, str, str]] = {
 }
 _OTHER = ("other", "#c9c9c9", "++++")
 _MARK_SHARE = 0.002  # a switch takes milliseconds; it is drawn at least this wide, in shares of the picture
-_MOST_STOPS = 1200  # places of a picture at which it says what it has
 _FEW_LANES = 18  # up to here every lane has its name and its idle share in figures
 
 Offsets = Mapping[int, float]
@@ -168,15 +167,14 @@ def timeline(
     for _, segments in drawn:
         num_lanes = segments["lane"].nunique()
         heights += [max(0.5, num_lanes * float(np.clip(3.2 / num_lanes, 0.09, 0.32))), 1.0]
-    figure = Chart(figsize=(10.0, sum(heights) + 0.5 * len(drawn) + 0.75), layout="constrained")
+    figure = Figure(figsize=(10.0, sum(heights) + 0.5 * len(drawn) + 0.75), layout="constrained")
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     end_s = max(float(segments["end_s"].max()) for _, segments in drawn)
     for number, (shown, segments) in enumerate(drawn):
         above, below = grid[2 * number, 0], grid[2 * number + 1, 0]
         _draw_lanes(above, segments, end_s)
         _draw_bubbles(above, shown if chosen == "all" else shown.select([chosen]), segments)
-        figure.readings += _read_lanes(above, segments, end_s)
-        figure.readings.append(_draw_running(below, shown, offsets, end_s))
+        _draw_running(below, shown, offsets, end_s)
         above.set_title(_title(shown, chosen, names[number]), loc="left", fontsize=10)
     most = max(axes.get_ylim()[1] for axes in grid[1::2, 0])
     for axes in grid[1::2, 0]:
@@ -225,43 +223,6 @@ def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _read_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> list[PanelTexts]:
-    """Readings of each lane over time; segments too short for the pointer are merged, each kind with its share."""
-    names = list(segments["lane"].unique())
-    width, digits = max(end_s, 1e-9) * len(names) / _MOST_STOPS, _digits(end_s)
-    lasts = segments["end_s"] - segments["start_s"]
-    alone = lasts >= width
-    place = (segments["start_s"] / width).astype(int)
-    begins = alone | alone.shift(fill_value=True) | place.diff().ne(0) | segments["lane"].ne(segments["lane"].shift())
-    kinds = segments["kind"].map(lambda kind: LOOKS.get(kind, (kind,))[0])
-    pieces = segments.assign(lasts=lasts, kind=kinds, stop=begins.cumsum())
-    readings = []
-    for row, (_, lane) in enumerate(pieces.groupby("lane", sort=False)):
-        at: list[float] = []
-        texts: list[str] = []
-        stops_of = lane.groupby("stop")
-        each = stops_of.agg(kind=("kind", "first"), start_s=("start_s", "first"), end_s=("end_s", "max"))
-        several = set(lane["stop"][lane["kind"].ne(lane["stop"].map(each["kind"]))])
-        for number, kind, start, end in each.itertuples(name=None):
-            said = kind
-            if number in several:
-                seconds = stops_of.get_group(number).groupby("kind")["lasts"].sum().sort_values(ascending=False)
-                whole = float(seconds.sum()) or 1.0
-                said = ", ".join(f"{kind} {s / whole:.0%}" for kind, s in seconds.items())
-            at += [start, end]
-            texts += [f"{names[row]}: {said}\n{start:.{digits}f} to {end:.{digits}f} s", ""]
-        # No blank stop between two segments where the next begins at once.
-        stops = [i for i in range(len(at)) if texts[i] or i + 1 == len(at) or at[i + 1] - at[i] > width]
-        x, shown_texts = np.array(at)[stops], [texts[i] for i in stops]
-        readings.append(PanelTexts(axes=axes, texts=shown_texts, x=x, holds=True, between=(row - 0.5, row + 0.5)))
-    return readings
-
-
-def _digits(end_s: float) -> int:
-    """Decimals of a time in a picture that ends then: 0.1 s in 100 s."""
-    return max(0, 3 - int(np.floor(np.log10(max(end_s, 1e-9)))))
-
-
 def _draw_bubbles(axes: Axes, trace: Trace, segments: pd.DataFrame) -> None:
     """A strip at the right end: the share of the rollout in which each worker was idle."""
     shares = metrics.worker_bubbles(trace, idle=True)
@@ -282,19 +243,14 @@ def _draw_bubbles(axes: Axes, trace: Trace, segments: pd.DataFrame) -> None:
     strip.spines[:].set_visible(False)
 
 
-def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> PanelTexts:
-    """Number of running requests over time, read at times far enough apart for the pointer."""
-    stops, texts = [np.empty(0)], []
+def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> None:
+    """Number of running requests over time."""
     for step in [step for step in trace.rl_steps if step in offsets]:
         try:
             times, counts = metrics.running_requests(trace, step)
         except TraceError:
             continue  # iterations without request times
         shift = offsets[step]
-        place = (times / max(end_s, 1e-9) * _MOST_STOPS / 4).astype(int)
-        shown = np.flatnonzero(np.diff(place, append=place[-1] + 1))  # the last of those in one place
-        stops.append(times[shown] + shift)
-        texts += [f"{t:.{_digits(end_s)}f} s: {n:.0f} running" for t, n in zip(stops[-1], counts[shown], strict=True)]
         axes.fill_between(times + shift, counts, step="post", color="#7fb8de", alpha=0.35, linewidth=0)
         axes.step(times + shift, counts, where="post", color="#1f5f99", linewidth=1.2)
         if (tail := metrics.tail_window(trace, step)) is not None and tail[1] > tail[0]:
@@ -309,7 +265,6 @@ def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> P
     axes.set_ylim(bottom=0)
     axes.set_ylabel("running\nrequests", fontsize=8)
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-    return PanelTexts(axes=axes, texts=texts, x=np.concatenate(stops), holds=True)
 
 
 def _name_steps(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> None:

@@ -12,16 +12,15 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from pydantic import Field
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from tltlab import console
-from tltlab.config import FrozenModel, whole_text
+from tltlab.config import whole_text
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, one_line
 from tltlab.runtime.data.prompts import rows_of_file
@@ -29,9 +28,9 @@ from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, 
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest
+from tltlab.runtime.recipe.drafter import TextConfig
 from tltlab.traces.trace import is_trace, locate, read
 
-Count = Annotated[int, Field(ge=1)]
 Item = TypeVar("Item")
 
 
@@ -45,21 +44,6 @@ class PromptedText:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.token_ids)
-
-
-class TextConfig(FrozenModel):
-    """Selection of texts: at most `responses`, drawn at random, each cut to `max_response_tokens`.
-
-    A file's columns hold text or token ids; text of a response ends in the end-of-sequence token. Where a file has no
-    `response_column` the target answers its prompts, at `temperature`.
-    """
-
-    responses: Count = 512
-    max_response_tokens: Count = 1024
-    prompt_column: str = "prompt"
-    response_column: str = "response"
-    chat: bool = False
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
 
 
 def read_texts(data: str | Path, config: TextConfig, tokenizer: Any, rng: np.random.Generator) -> list[PromptedText]:

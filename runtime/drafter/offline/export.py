@@ -31,9 +31,10 @@ from tltlab.runtime.drafter.heads.kinds import check_fit, load_head
 from tltlab.runtime.drafter.heads.layouts import eagle_layout, verifier_of
 from tltlab.runtime.drafter.heads.target import WEIGHTS_FILE, FrozenTarget, local_folder, read_config
 from tltlab.runtime.engine.vllm.stock import StockEngine, StockRun
+from tltlab.runtime.recipe.drafter import TextConfig
 
 from .chains import chances, kept_along, walk
-from .data import TextConfig, along, load_target, load_tokenizer, read_texts
+from .data import along, load_target, load_tokenizer, read_texts
 from .warm_up import MARKER as TRAINED
 
 MARKER = "export.json"

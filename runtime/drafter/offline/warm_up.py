@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from safetensors import SafetensorError
 
-from tltlab.config import FrozenModel, counted
+from tltlab.config import counted
 from tltlab.console import marked_folder
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.heads.head import DrafterHead
@@ -24,15 +23,13 @@ from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence, pack
 from tltlab.runtime.drafter.training import HeadTraining
-from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+from tltlab.runtime.recipe.drafter import WarmUpConfig
 
 from .chains import acceptance_along
 from .data import (
-    Count,
     Epochs,
     PromptedText,
     TargetStates,
-    TextConfig,
     generate_responses,
     load_target,
     load_tokenizer,
@@ -42,31 +39,9 @@ from .data import (
 )
 
 MARKER = "training.json"
+GB = 1e9
 FIT_TOKENS = 8192
 """Tokens for the initial fit of a fresh EAGLE head's first layer."""
-
-
-class WarmUpConfig(FrozenModel):
-    """Settings of `train_drafter`.
-
-    At most `updates` updates of `tokens_per_update` tokens. Every `check_every` updates the acceptance of drafts of
-    `depth` tokens is measured on held-out responses, `heldout` of the prompts, and training stops where their accept
-    length reaches `until_accept_length`. `head` is a checkpoint to continue from. At most `max_bytes` of the target's
-    hidden states stay on the host; others are recomputed.
-    """
-
-    loss: LossConfig = LossConfig()
-    optim: OptimConfig = OptimConfig()
-    texts: TextConfig = TextConfig()
-    head: str | None = None
-    updates: Annotated[int, Field(ge=0)] = 500
-    tokens_per_update: Annotated[int, Field(ge=2)] = 4096
-    until_accept_length: Annotated[float, Field(gt=1)] | None = None
-    check_every: Count = 50
-    heldout: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    depth: Annotated[int, Field(ge=1, le=255)] = 8
-    max_bytes: Count = 1 << 30
-    seed: Annotated[int, Field(ge=0)] = 0
 
 
 def train_drafter(
@@ -86,7 +61,7 @@ def train_drafter(
         head = _head(Path(model), config)
         texts, heldout = _texts(str(model), data, config, progress)
         target, frozen = load_target(model)
-        states = TargetStates(target, head.aux_layers, config.max_bytes)
+        states = TargetStates(target, head.aux_layers, int(config.memory_gb * GB))
         rng = np.random.default_rng([config.seed, 1])
         epochs = Epochs(texts, states, rng)
         prepared_s = time.perf_counter() - began

@@ -96,7 +96,7 @@ def run() -> Trace:
 
 
 def written(tmp_path: Path, capsys: pytest.CaptureFixture[str], source: Path, **options: object) -> dict:
-    command(source, options.pop("out", tmp_path / "costs.json"), as_json=True, **options)
+    command(source, out=options.pop("out", tmp_path / "costs.json"), as_json=True, **options)
     return json.loads(capsys.readouterr().out)
 
 
@@ -308,7 +308,7 @@ def test_a_table_that_lacks_something_is_refused(tmp_path: Path):
 def test_hardware_is_known_and_whole(tmp_path: Path, run: Trace, options: dict[str, object], named: tuple[str, ...]):
     run.write(tmp_path / "trace")
     with refused(ConfigError, naming=named):
-        command(tmp_path / "trace", tmp_path / "costs.json", **options)
+        command(tmp_path / "trace", out=tmp_path / "costs.json", **options)
     assert not (tmp_path / "costs.json").exists()
 
 
@@ -323,10 +323,10 @@ def test_the_command_reads_a_table(tmp_path: Path, capsys: pytest.CaptureFixture
     same_times(load_costs(tmp_path / "costs.json"), ROOFLINE, rel=0.02, at=MEASURED)
     grid(ROOFLINE).to_csv(tmp_path / "no-steps.csv", index=False)
     with refused(ConfigError, naming=("rl_step",)):
-        command(tmp_path / "no-steps.csv", tmp_path / "again.json", rl_steps="0")
+        command(tmp_path / "no-steps.csv", out=tmp_path / "again.json", rl_steps="0")
     for options in ({"acceptance_out": tmp_path / "a.json"}, {"stages_out": tmp_path / "s.json"}, {"rl_steps": "7"}):
         with refused(ConfigError):
-            command(path, tmp_path / "again.json", **options)
+            command(path, out=tmp_path / "again.json", **options)
 
 
 def test_the_command_on_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -359,7 +359,7 @@ def test_acceptance_of_a_recording_is_found(run: Trace):
 def test_acceptance_parquet_alone_suffices(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     annotated().write(tmp_path / "trace")
     with refused(ConfigError, naming=("--out",)):
-        command(tmp_path / "trace", tmp_path / "costs.json")
+        command(tmp_path / "trace", out=tmp_path / "costs.json")
     shown = written(tmp_path, capsys, tmp_path / "trace", out=None, acceptance_out=tmp_path / "a.json")
     assert (shown["costs"], shown["out"]) == (None, None)
     model = load_acceptance(tmp_path / "a.json").at(1)
@@ -386,7 +386,7 @@ def test_unidentified_acceptance_is_refused(tmp_path: Path, run: Trace):
     log_normal(prompts=2).write(tmp_path / "lengths")
     for out, options in ((None, {"acceptance_out": tmp_path / "a.json"}), (tmp_path / "costs.json", {})):
         with refused(ConfigError):
-            command(tmp_path / "lengths", out, **options)
+            command(tmp_path / "lengths", out=out, **options)
 
 
 def test_the_same_trace_gives_the_same_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tltlab.doctor.signatures import Diagnosis, Finding, change, diagnose
+from tltlab.doctor.signatures import Diagnosis, Finding, diagnose
 from tltlab.importers.sources import import_dump
+from tltlab.stats import change_point
 
 SOUND = {
     "response_length/mean": 1500.0, "response_length/max": 3000.0, "response_length/min": 30.0,
@@ -152,7 +153,7 @@ def test_a_log_without_lengths_is_looked_at(tmp_path: Path) -> None:
     found, findings = told(path)
     assert findings["drafts-collapse"].severity == "problem"
     assert "report" in texts(findings["drafts-collapse"])
-    assert "responses" in dict(found.not_checked)["rollout-share"]
+    assert "responses" in dict(found.not_checked)["drafts-lose-time"]
 
 
 @pytest.mark.parametrize(
@@ -169,4 +170,4 @@ def test_a_log_without_lengths_is_looked_at(tmp_path: Path) -> None:
     ids=["rise", "early", "fall", "one", "to and fro", "few", "unknown"],
 )
 def test_a_change_is_a_rise_that_stays(values: str, at: int | None) -> None:
-    assert change(np.array([float(value.replace("?", "nan")) for value in values])) == at
+    assert change_point(np.array([float(value.replace("?", "nan")) for value in values])) == at

@@ -26,27 +26,6 @@ LOOK = """{
     asked: performance.getEntriesByType("resource").map(entry => entry.name).filter(name => !name.startsWith("data:")),
     pictures: [...document.images].map(image => image.naturalWidth),
 }"""
-# The arrow keys, then a pointer over each panel of each chart.
-HOVER = """[...document.querySelectorAll(".picture[data-readings]")].map(box => {
-    const figure = box.closest("figure"), note = figure.querySelector(".reading"), seen = [];
-    if (figure.hidden) return null;
-    const press = key => { box.dispatchEvent(new KeyboardEvent("keydown", { key })); return note.textContent; };
-    const keys = ["ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"].map(press);
-    press("Escape");
-    const ended = note.hidden, panels = JSON.parse(box.dataset.readings);
-    const inner = box.firstElementChild.getBoundingClientRect();
-    for (const { box: [left, top, right, bottom] } of panels) {
-        for (const share of [0.02, 0.5, 0.98]) {
-            box.dispatchEvent(new PointerEvent("pointermove", { pointerType: "mouse",
-                clientX: inner.left + inner.width * (left + share * (right - left)) / 1e4,
-                clientY: inner.top + inner.height * (top + bottom) / 2e4 }));
-            const at = note.getBoundingClientRect();
-            seen.push([note.hidden ? "" : note.textContent, at.left, at.right]);
-        }
-    }
-    box.dispatchEvent(new PointerEvent("pointerleave", { pointerType: "mouse" }));
-    return { texts: panels.flatMap(panel => panel.texts), seen, left: note.hidden, keys, ended };
-})"""
 SORT = """(() => {
     const table = document.querySelector("table"), cells = () => [...table.tBodies[0].rows].map(row =>
         parseFloat(row.children[2].textContent.replaceAll(",", "")));
@@ -102,7 +81,7 @@ def pages(tmp_path_factory):
 @pytest.fixture(scope="module")
 def looked(pages):
     """(page, width, dark) -> what each of the scripts gave."""
-    scripts = {"run": [LOOK, HOVER, SORT, SLIDE, TOGGLE, LOOK, ENLARGE], "compared": [LOOK, HOVER, LOOK]}
+    scripts = {"run": [LOOK, SORT, SLIDE, TOGGLE, LOOK, ENLARGE], "compared": [LOOK, LOOK]}
     cases = [(name, width) for name in scripts for width in (WIDE, PHONE)]
     found = {}
     for dark in (False, True):
@@ -128,35 +107,11 @@ def test_pages_fit_their_window_and_request_nothing(looked):
             assert (look["paper"] == "rgb(255, 255, 255)") is not dark
 
 
-def test_every_chart_states_what_is_under_the_pointer(looked):
-    for (name, width, _), answers in looked.items():
-        if name == "pdf":
-            continue
-        charts = [chart for chart in answers[1] if chart is not None]
-        assert len(charts) >= (8 if name == "run" else 1)
-        for chart in charts:
-            said = [text for text, *_ in chart["seen"] if text]
-            assert said
-            assert set(said) <= set(chart["texts"])
-            for text, left, right in chart["seen"]:
-                assert not text or 0 <= left < right <= width
-            assert chart["left"]
-            assert chart["ended"]
-            stops = [text for text in chart["texts"] if text]
-            assert chart["keys"] == [stops[min(n, len(stops) - 1)] for n in (0, 1, 2)] + [
-                stops[min(2, len(stops) - 1) - 1]
-            ]
-    bars = looked["compared", WIDE, False][1][0]
-    assert bars["seen"][1][0] == "verl\nspeed-up over verl: 1 (1 to 1)"
-    assert bars["texts"][0].endswith("1.25 (1.111 to 1.429)")
-    assert bars["texts"][2].endswith("verl: 0.2")
-
-
 def test_interactive_parts_of_a_page_work(looked):
     for (name, width, _), answers in looked.items():
         if name != "run":
             continue
-        _, _, (up, down, order), (first, last, told), (drawn, left), _, (small, large, page) = answers
+        _, (up, down, order), (first, last, told), (drawn, left), _, (small, large, page) = answers
         assert up == sorted(up)
         assert down == sorted(up, reverse=True)
         assert order == "descending"

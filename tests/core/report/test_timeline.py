@@ -80,23 +80,6 @@ def test_lanes_have_merged_segments_and_idle_gaps(tables, expected):
     assert told(recorded(**tables)) == expected
 
 
-def test_a_timeline_knows_what_each_lane_does_when(tmp_path):
-    short = [("worker 1", ("decode", "speculative_decode")[i % 4 == 3], 1.1 + i / 1e4, 1e-4) for i in range(20)]
-    spans = [("worker 0", "decode", 0.0, 1.0), ("worker 1", "decode", 0.0, 1.0), *short, ("trainer", "train", 2.0, 8.0)]
-    figure = timeline(recorded(spans=spans), rl_step=0, out=tmp_path / "t.png")
-    first, second, trainer, running = figure.places()
-    assert first["texts"] == ["worker 0: decode\n0.00 to 1.00 s", "worker 0: idle\n1.00 to 2.00 s", ""]
-    left, _, right, bottom = first["box"]
-    assert first["x"] == pytest.approx([left, left + (right - left) / 10, left + (right - left) / 5], abs=2)
-    # What is too short to be pointed at is told in one.
-    assert [text.removeprefix("worker 1: ").partition("\n")[0] for text in second["texts"]] == [
-        "decode", "idle", "decode 75%, speculative decode 25%", "idle", ""
-    ]  # fmt: skip
-    assert bottom == pytest.approx(second["box"][1], abs=1)
-    assert trainer["texts"] == ["trainer: train\n2.00 to 10.00 s", ""]
-    assert running["texts"] == ["0.00 s: 2 running", "1.00 s: 1 running", "2.00 s: 0 running"]
-
-
 def test_all_rl_steps_lie_one_after_the_other():
     assert set(lanes(recorded(1, num_steps=3), "all").iloc[:, 2]) == {0.0, 1.0, 3.0}
     known = steps(rl_step=[0, 1, 2], t_start=[0.0, 10.0, 20.0])

@@ -411,31 +411,3 @@ def test_no_text_of_a_chart_is_cut_off(tmp_path, draw):
     assert max(inches.x1 - figure.get_figwidth(), inches.y1 - figure.get_figheight()) < 0.01
     # Letters of 9 pixels that stand upright reach 7 to the left of their line.
     assert all(float(x) > 7 for x in re.findall(r"rotate\(-90 (\S+)", inline_svg(draw(), LONG_NAMES)))
-
-
-def test_a_chart_knows_what_it_says_where(tmp_path):
-    figure = bars(["a", "b"], [2.0, None], [1.0, None], [3.0, None], xlabel="s", title="t")
-    save_figure(figure, tmp_path / "chart.svg")
-    (bar,) = figure.places()
-    left, top, right, bottom = bar["box"]
-    assert bar["texts"] == ["a\ns: 2 (1 to 3)", "b\ns: –"]
-    assert 0 < left < right < 10_000
-    # Rows at 0 and 1 of an axis from -0.6 above to 1.6 below.
-    assert bar["y"] == pytest.approx([top + (bottom - top) * (0.6 + row) / 2.2 for row in (0, 1)], abs=1)
-    series = {"a": ([1, 2, 4], [1.0, None, 3.0]), "b": ([2, 3], [5.0, 12_345.6])}
-    figure = lines(series, xlabel="x", ylabel="y", title="t", bands={"a": ([0, None, 1], [2, None, 4])})
-    save_figure(figure, tmp_path / "chart.svg")
-    (line,) = figure.places()
-    assert line["texts"] == ["x: 1\na: 1 (0 to 2)", "x: 2\nb: 5", "x: 3\nb: 12,346", "x: 4\na: 3 (1 to 4)"]
-    low, high = figure.axes[0].get_xlim()
-    at = [line["box"][0] + (line["box"][2] - line["box"][0]) * (x - low) / (high - low) for x in (1, 2, 3, 4)]
-    assert line["x"] == pytest.approx(at, abs=2)
-    figure = lines({"a": ([1, 3], [1.0, 2.0]), "b": ([2], [7.0])}, xlabel="x", ylabel="y", title="t")
-    save_figure(figure, tmp_path / "chart.svg")
-    assert figure.places()[0]["texts"][1] == "x: 2\na: about 1.5\nb: 7"
-    figure = shares([0, 1], {"a": [0.25, 1.0], "b": [0.75, 0.0]}, xlabel="x", title="t")
-    assert figure.places()[0]["texts"] == ["x: 0\na: 25.0%\nb: 75.0%", "x: 1\na: 100.0%\nb: 0.0%"]
-    figure = scatter_identity([1.0, None], [1.5, 2.0], xlabel="m", ylabel="p", title="t")
-    (point,) = figure.places()
-    assert point["texts"] == ["m: 1\np: 1.5"]
-    assert len(point["x"]) == len(point["y"]) == 1

@@ -9,22 +9,22 @@ from tests.refused import refused
 from tltlab.cli.app import main
 from tltlab.drafters.specs import SYSTEM_DRAFTERS, HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
-from tltlab.planning.graph_pool import GraphPool
 from tltlab.policies.policy import SHIPPED, Activation, Policy, load_policy
-from tltlab.policies.specs import ExploreSpec, FixedSpec, TableRow, TableSpec
+from tltlab.policies.specs import BegMabSpec, Bucket, ExploreSpec, FixedSpec, NoneSpec, TableRow, TableSpec
 from tltlab.runtime.engine.graphs import (
+    differences,
     fitting_plan,
     memory_bytes,
-    notes,
     plan_graphs,
 )
 from tltlab.runtime.engine.vllm.runners import captured_graphs
-from tltlab.strategy import Strategy
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .asking import fixed
 from .dispatching import dispatched_kinds, v1_dispatcher, v2_manager
 
-POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=1, bytes_per_layer=1e6)
+SHAPE = (32, 128_256)
+"""Layers and vocabulary."""
 EAGLE = {"learned": LearnedSpec(method="eagle", model="heads/eagle")}
 
 
@@ -73,7 +73,7 @@ def test_any_lengths_give_the_v1_runner_full_graphs():
     assert set(dispatched_kinds(planned).values()) == {"full"}
     # Where attention takes uniform batches alone, vLLM goes back to its default by itself.
     assert dispatched_kinds(planned, uniform_only=True) == dispatched_kinds(stock)
-    assert any("falls back" in note for note in planned.shortfalls())
+    assert any("falls back" in note for note in planned.notes())
     # Drafts of unequal length, which no K describes.
     mode, _ = v1_dispatcher(planned).dispatch(37, uniform_decode=False)
     assert mode.name == "FULL"
@@ -100,14 +100,14 @@ def test_the_fitting_plan_with_most_graphs_wins():
     def plan(spacing, fill=False):
         return plan_graphs(table((1, 8), (5, 2), (17, 0)), 64, spacing=spacing, fill=fill)
 
-    finest, coarsest = memory_bytes(POOL, plan(1.0, True)), memory_bytes(POOL, plan(2.0))
-    assert fitting_plan(plan, POOL, finest) == plan(1.0, True)
-    smaller = fitting_plan(plan, POOL, finest - 1)
-    assert memory_bytes(POOL, smaller) < finest
+    finest, coarsest = memory_bytes(plan(1.0, True), *SHAPE), memory_bytes(plan(2.0), *SHAPE)
+    assert fitting_plan(plan, *SHAPE, finest) == plan(1.0, True)
+    smaller = fitting_plan(plan, *SHAPE, finest - 1)
+    assert memory_bytes(smaller, *SHAPE) < finest
     assert smaller.without_full_graph() == ()
-    assert fitting_plan(plan, POOL, coarsest) == plan(2.0)
+    assert fitting_plan(plan, *SHAPE, coarsest) == plan(2.0)
     with refused(ConfigError, naming=("more",)):
-        fitting_plan(plan, POOL, coarsest - 1)
+        fitting_plan(plan, *SHAPE, coarsest - 1)
 
 
 SUFFIX = fixed("suffix", 8)
@@ -212,7 +212,7 @@ def test_level_by_level_drafting_has_single_token_graphs():
     assert plan.capture_sizes == (1, 2, 4, 8, 16, 32)
     without = plan_graphs(table((1, 7), (5, 3), drafter="ngram"), 8)
     assert without.capture_sizes == (8, 16, 32)
-    assert memory_bytes(POOL, without) < memory_bytes(POOL, plan)
+    assert memory_bytes(without, *SHAPE) < memory_bytes(plan, *SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_renamed_drafter_has_the_same_graphs(name, spec, standard):
     given = plan_graphs(table((1, 7), (5, 3), drafter=name), 8, drafters={name: spec})
     known = plan_graphs(table((1, 7), (5, 3), drafter=standard), 8)
     assert (given.settings(), given.full_graphs()) == (known.settings(), known.full_graphs())
-    assert (given.uneven, memory_bytes(POOL, given)) == (known.uneven, memory_bytes(POOL, known))
+    assert (given.uneven, memory_bytes(given, *SHAPE)) == (known.uneven, memory_bytes(known, *SHAPE))
     with refused(ConfigError, naming=(f"'{name}'",)):
         plan_graphs(table((1, 7), (5, 3), drafter=name), 8)
 
@@ -245,10 +245,39 @@ def test_a_policy_that_learns_has_every_depth_scheduled():
 )
 def test_what_vllm_does_otherwise_is_noted(policy, noted, is_noted):
     policy = load_policy(policy)
-    assert any(noted in note for note in notes(policy, plan_graphs(policy, 8))) == is_noted
+    assert any(noted in note for note in differences(policy, plan_graphs(policy, 8))) == is_noted
 
 
 def test_trees_are_refused():
     policy = Policy(selector=FixedSpec(strategy=Strategy("learned", 8, 8, 48)))
     with refused(ConfigError, naming=("learned:8x8/48",)):
         plan_graphs(policy, 8)
+
+
+DEEP, SHORT, PLAIN = Strategy.chain("learned", 8), Strategy.chain("learned", 2), NO_SPECULATION
+ROWS = tuple(TableRow(min_batch=b, strategy=s) for b, s in ((2, DEEP), (3, SHORT), (5, PLAIN)))
+ARMS = (Bucket(min_batch=1, strategies=(DEEP,)), Bucket(min_batch=3, strategies=(SHORT, PLAIN)))
+GROUPED = BegMabSpec(strategies=(DEEP, SHORT), thresholds=(1, 3))
+EVERYWHERE = [(1, 0), (2, 0), (4, 0), (8, 0)]
+NEVER, FOUR = Activation(max_requests=0), Activation(max_requests=4)
+WAITING = Activation(max_requests=4, count="remaining")
+
+
+@pytest.mark.parametrize(
+    ("selector", "activation", "max_batch", "asked"),
+    [
+        (NoneSpec(), None, 8, EVERYWHERE),
+        (FixedSpec(strategy=DEEP), None, 2, [(1, 8), (2, 8)]),
+        (FixedSpec(strategy=DEEP), NEVER, 8, EVERYWHERE),
+        (FixedSpec(strategy=DEEP), WAITING, 8, sorted([*EVERYWHERE, (1, 8), (2, 8), (4, 8)])),
+        (FixedSpec(strategy=DEEP), FOUR, 8, [(1, 8), (2, 8), (4, 8), (8, 0)]),
+        (TableSpec(rows=ROWS), None, 8, [(1, 8), (2, 8), (4, 2), (8, 0)]),
+        (BegMabSpec(buckets=ARMS), None, 4, [(1, 8), (2, 8), (4, 0), (4, 2)]),
+        (GROUPED, None, 4, [(1, 8), (2, 8), (4, 2)]),
+        (ExploreSpec(strategies=(SHORT,)), None, 2, [(1, 2), (2, 2)]),
+        (TableSpec(rows=ROWS[:2]), None, 7, [(1, 8), (2, 8), (4, 2), (7, 2)]),
+    ],
+)
+def test_a_policy_has_graphs_where_it_may_choose(selector, activation, max_batch, asked):
+    policy = Policy(selector=selector, activation=activation, drafters=EAGLE)
+    assert list(plan_graphs(policy, max_batch, runner="V1").asked) == asked

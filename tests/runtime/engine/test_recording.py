@@ -104,11 +104,10 @@ def test_a_trace_states_which_policy_chose(engine):
         engine.now += 100.0
         engine.control.set_policy(policy, [0])
         engine.serves()
-    of_steps = RunEvidence(trace=engine.trace()).policy_of_step
-    assert of_steps[0] == ("unknown", None)
-    assert of_steps[1] == ("none", "none")
-    name, kind = of_steps[2]
-    assert (kind, name[:8], len(name)) == ("explore", "explore ", 16)
+    trace = engine.trace()
+    _, plain, explore = trace.steps["policy"]
+    assert (plain, explore[:8], len(explore)) == ("none", "explore ", 16)
+    assert RunEvidence(trace=trace).explored == [2]
 
 
 def test_after_updates_only_updates_end_rl_steps(engine):

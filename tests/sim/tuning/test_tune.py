@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from tltlab.costs.noise import IterationNoise
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.own import code_allowed
-from tltlab.planning.graph_pool import GraphMemory, GraphPool, plan_for, sglang_sizes
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
 from tltlab.sim import Scenario, simulate
@@ -47,7 +45,6 @@ SMALL: dict[str, Any] = {"costs": CPU, "acceptance": "geometric:0.7", "trials": 
                          "drafters": ("ngram",)}  # fmt: skip
 WITHOUT_LUCK = SMALL | {"trials": 0, "repeats": 1}
 TRACES = Path("traces").resolve()
-POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=2**20)
 CROWDED = COSTS.model_copy(update={"per_token_s": 2e-3, "noise": NOISE})
 
 
@@ -348,32 +345,6 @@ def test_bandit_must_explore_only_where_there_is_noise():
     assert min(noisy, key=noisy.__getitem__) > 0.0
 
 
-def test_graph_memory_is_a_cap_on_every_policy():
-    options = SMALL | {"drafters": ["learned"], "repeats": 1}
-    free = tune(TRACE, **options)
-    plain = POOL.memory_bytes(plan_for(load_policy("none"), 16, sglang_sizes(16)))
-    room = GraphMemory(pool=POOL, cap_bytes=1.5 * plain, max_batch=16, sizes=sglang_sizes(16))
-    capped = tune(TRACE, **options, graphs=room)
-    assert not room.holds(free.policy)
-    assert room.holds(capped.policy)
-    assert all(room.holds(trial.policy) for trial in capped.trials)
-    with refused(ConfigError, naming=("fit",)):
-        tune(TRACE, **options, graphs=replace(room, cap_bytes=1.0))
-
-
-def test_batches_that_are_not_captured_count_for_last():
-    """Speculation pays at batches 1 to 4 and not at 16, where nearly all the time goes: the last row is for those."""
-    few, many = Strategy.chain("ngram", 4), NO_SPECULATION
-    seconds = {
-        (s, b): float((b > 4) == (s == few)) * (9.0 if b > 4 else 1.0) + 1.0 for s in (few, many) for b in range(1, 17)
-    }
-    prices = Prices(strategies=(many, few), seconds=seconds, max_batch=16)
-    room = GraphMemory(pool=POOL, cap_bytes=2**40, max_batch=8, sizes=sglang_sizes(8))
-    assert [(row.min_batch, row.strategy) for row in prices.table(4, room).rows] == [(1, few), (5, many)]
-    low = replace(room, max_batch=2, sizes=sglang_sizes(2))
-    assert [(row.min_batch, row.strategy) for row in prices.table(4, low).rows] == [(1, few), (2, many)]
-
-
 def test_robust_tuning_minimises_the_worst_case():
     found = tune(TRACE, **WITHOUT_LUCK | {"depths": (4,)}, robust=True, cost_error=0.3)
     assert len(found.policy.provenance["cases"]) == 5
@@ -525,9 +496,7 @@ def test_the_command_refuses_before_it_works(tmp_path: Path, capsys):
         (("--out", tmp_path), str(tmp_path)),
         (("--out", tmp_path / "file" / "policy.json"), "file"),
         ((*new, "--depths", "deep"), "--depths"),
-        ((*new, "--graph-memory", 4), "--graph-pool"),
         ((*new, "--judge", 9), "--judge 9"),
-        ((*new, "--graph-memory", "nan", "--graph-pool", "pool.json"), "--graph-memory"),
     ):
         code, _, told = typed(capsys, "tune", TINY, *options)
         assert (code, said in told, "tuning on" in told) == (2, True, said == "--judge 9"), options

@@ -20,8 +20,8 @@ from tltlab.runtime.drafter.offline.export import (
     export_drafter,
     find_source,
 )
-from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
-from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+from tltlab.runtime.drafter.offline.warm_up import train_drafter
+from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig, WarmUpConfig
 
 from .easy_target import LONG_CONTEXT, easy_target, quiet, sampled_rows, write_rows
 

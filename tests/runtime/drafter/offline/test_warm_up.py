@@ -25,13 +25,12 @@ from tltlab.runtime.drafter.offline.data import (
     Epochs,
     PromptedText,
     TargetStates,
-    TextConfig,
     load_target,
     read_texts,
     split_by_prompt,
 )
-from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
-from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+from tltlab.runtime.drafter.offline.warm_up import train_drafter
+from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig, TextConfig, WarmUpConfig
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
@@ -148,7 +147,7 @@ def test_training_continues_from_a_head(target, data, tmp_path, trained):
 
 def test_states_that_do_not_fit_are_computed_again(target, data, tmp_path):
     kept = train_drafter(target, data, tmp_path / "kept", config(updates=4), quiet)
-    again = train_drafter(target, data, tmp_path / "again", config(updates=4, max_bytes=50_000), quiet)
+    again = train_drafter(target, data, tmp_path / "again", config(updates=4, memory_gb=5e-5), quiet)
     assert again["target_tokens"] > 2 * kept["target_tokens"] == 2 * 48 * 45
     assert again["after"] == kept["after"]
 

@@ -390,5 +390,5 @@ def test_trls_trainer_runs_under_policy_and_is_recorded(random_model, tmp_path):
     assert trace.iterations["num_drafted"].sum() > 0
     assert tltlab.sim.simulate(trace, policy="none").summary
     told = RunEvidence.of(tmp_path / "x")
-    assert set(told.policy_of_step.values()) == {("beg-mab", "beg-mab")}
+    assert set(told.steps["policy"]) == {"beg-mab"}
     assert (told.steps["rollout_s"] > 0).all()
