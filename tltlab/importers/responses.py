@@ -7,7 +7,6 @@ lengths are, the first of these that is there: numbers of tokens, masks of gener
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -55,6 +54,8 @@ _OF_TEXT = {"response_text", "conversation"}
 _SHARED = {"rl_step", "epoch", "prompt_id", "row_id", "prompt_text", "prompt_ids", "prompt_sizes", "prompt_tokens",
            "cap", "worker"}  # fmt: skip
 """Kinds of fields that hold for all responses of a record."""
+_OF_ONE = {"response_sizes", "response_tokens", "response_text", "finish_reason", "sample"}
+"""Kinds of fields that a record has of each response."""
 _NAMED = {"rl_step", "epoch", "prompt_id", "prompt_text", "prompt_ids"}
 """Kinds of fields that name the RL step or the prompt of a record's responses."""
 _MOST_EPOCHS = 1e6
@@ -76,15 +77,8 @@ _SIZES = {"response_sizes", "sizes"}
 _PER_TOKEN = {"response_ids", "all_ids", "mask", "logprobs", "prompt_ids", "response_text", "prompt_text"}
 """Kinds of fields whose lists of numbers have an entry for each token."""
 _RESPONSE_IDS = ("response_ids", "response_tokens", "response_text", "response_sizes", "sizes")
-_UNNAMED = re.compile(r"c?\d+")
-"""Names of columns without a heading."""
 _PROMPT_IDS = ("prompt_ids", "prompt_tokens", "prompt_text")
 """Kinds of names under which lists of ids are."""
-_OTHER_UNIT = re.compile(
-    r"(?:^|[^a-z])(?:chars?|characters|bytes|words|lines|sentences|chunks|ns|us|ms|secs?|seconds?|minutes?|times?|"
-    r"latency|duration|ids?|index|idx|rank|seed|scores?|rewards?|loss|rates?|percent|pct)(?:$|[^a-z])"
-)
-"""Words in the name of a column that does not count tokens."""
 
 
 class Reader:
@@ -196,35 +190,15 @@ class Reader:
             return "ids" if kinds & {"prompt_tokens"} and not any(_SIZES & other for other in others) else ""
         if self.reading.lists is not None:
             return self.reading.lists
-        evidence = _one_response(name, found) or (self._token_ids([cell for *_, cell in found]) if tokens else None)
-        if tokens and evidence:
-            self.note(f"{name}: token ids, which are counted (a record {evidence})")
-            return "ids"
-        if kinds & _SIZES and not evidence:
+        if kinds & _SIZES:
             return "lengths"
+        if all(_is_one_response(fields) for _, fields, _ in found):
+            return "ids"
         place, _, cell = found[0]
-        reason = f": a record {evidence}" if evidence else ""
         raise TraceError(
             f"{file}, {place}, column {name}: {shown(list(cell)[:6])[:-1]}, ...] may be {len(cell)} lengths or the ids "
-            f"of {len(cell)} tokens{reason}; choose one: {BY_OPTION.format('--lists lengths or --lists ids')}"
+            f"of {len(cell)} tokens; choose one: {BY_OPTION.format('--lists lengths or --lists ids')}"
         )
-
-    def _token_ids(self, lists: Sequence[Sequence[Any]]) -> str | None:
-        """Return what shows that lists of numbers are token ids, not lengths; None where they may be either.
-
-        Lengths lie between 0 and the cap. Responses that ended have the same last token, the one that ends them; equal
-        last lengths, none of them the largest, in lists of several sizes would be chance.
-        """
-        values = np.array([item for cell in lists for item in cell if isinstance(item, int | float)])
-        ends = {cell[-1] for cell in lists}
-        cap = self.reading.max_response_tokens or 1 << 17
-        if (values < 0).any():
-            return "has numbers below 0"
-        if (values > cap).any():
-            return f"has numbers above {cap}"
-        varied = len({len(cell) for cell in lists}) > 1
-        ended = varied and len(lists) > 3 and len(ends) == 1 and max(values) not in ends
-        return f"always ends in {ends.pop()}" if ended else None
 
     def _spread(self, file: str, chunk: Sequence[_Flat]) -> list[_Flat] | None:
         """Records with a list of responses as one record for each; None where there are none."""
@@ -256,10 +230,11 @@ class Reader:
                     lists[name] = value
                 elif kind_of(name) & _SHARED or name in (self.reading.step_column, self.reading.group_column):
                     shared[name] = value
-                elif size > 1 and kind_of(name) & {"response_sizes", "response_tokens"} and not is_list(value):
+                elif size > 1 and kind_of(name) & _OF_ONE and _is_scalar(value):
                     raise TraceError(
                         f"{file}, {place}, column {name}: got {shown(value)} for {size} responses "
-                        f"({', '.join(sizes)}); a record has to be one response (n = 1), or to have a length for each"
+                        f"({', '.join(sizes)}); a record has to be one response (n = 1), or to have one for each; "
+                        f"lists of ids: {BY_OPTION.format('--lists ids')}"
                     )
                 elif size == 1:
                     shared[name] = value
@@ -445,7 +420,7 @@ class Reader:
             self.use(kind, column)
             scale = unit_of(column) or UNITS[self.reading.time_unit or ""]
             if scale is None and column not in self._scales:
-                self._scales[column] = self._scale(frame, kind, column, values)
+                self._scales[column] = self._scale(column, values)
             if (scale := scale or self._scales[column]) is not None:
                 result = values * scale if result is None else np.where(np.isnan(result), values * scale, result)
         if result is not None:
@@ -458,21 +433,9 @@ class Reader:
         self._seen.add(dated)
         return (times - pd.Timestamp(0, tz="utc")).dt.total_seconds().to_numpy()
 
-    def _scale(self, frame: pd.DataFrame, kind: str, column: str, values: Any) -> float | None:
-        """Seconds of the unit of a time whose name has none, by its size and by the file's other columns."""
-        names = {plain(name) for name in frame.columns}
-        largest = np.nanmax(np.abs(values), initial=0.0)
-        whole = bool((np.isnan(values) | (values == np.floor(values))).all())
-        if "hashids" in names and whole:
-            self.note(f"{column}: milliseconds, as Mooncake's traces have them")
-            return 1e-3
-        if kind not in ("ttft", "latency"):
-            for least, unit in ((1e17, "ns"), (1e14, "us"), (1e11, "ms")):
-                if largest >= least:
-                    self.note(f"{column}: taken for {unit} since 1970, by its size")
-                    return UNITS[unit]
-        least_unclear = 100 if kind in ("ttft", "latency") else 1000
-        if "logtype" in names or largest >= 1e8 or not whole or largest < least_unclear:
+    def _scale(self, column: str, values: Any) -> float | None:
+        """Seconds of the unit of a time whose name has none: 1 for fractions, None (ask) for whole numbers."""
+        if (np.isnan(values) | (values != np.floor(values))).any():
             return 1.0
         option = BY_OPTION.format("--time-unit s or ms")
         self.note(f"{column} has whole numbers without a unit: times are not read ({option})")
@@ -569,9 +532,8 @@ class Reader:
             exact = exact & ~open_
             self.counts["text"] += int(open_.sum())
         values = np.where(np.isnan(values) & failed, 0.0, values)
-        if np.isnan(values).all() and records.is_table and (chosen := self._only_numbers(records)):
-            self.use("response_tokens", chosen)
-            values = self._whole(records, chosen, 0, failed=failed)
+        if records.is_table and list(frame.columns) == ["c0"]:
+            values = self._whole(records, "c0", 0)
         if (values < 0).any():
             at = int(np.argmax(values < 0))
             raise TraceError(f"{records.place(at)}: {self.used['response_tokens']} is less than the prompt's tokens")
@@ -583,23 +545,6 @@ class Reader:
                 f"or a text; there are: {fields}; name it ({BY_OPTION.format('--column')})"
             )
         return values, exact
-
-    def _only_numbers(self, records: Records) -> str | None:
-        """The only column of a table, except those that are known as something else, or the only one of numbers."""
-        of_text = {"reward", "prompt_text", "response_text"}
-        known = set(self.used.values()) | {c for c in records.frame.columns if kind_of(str(c)) - of_text}
-        left = [str(name) for name in records.frame.columns if name not in known]
-        numeric = [name for name in left if not np.isnan(numbers(records.frame[name])).any()]
-        chosen = next((group[0] for group in (numeric, left) if len(group) == 1), None)
-        words = re.sub(r"([a-z])([A-Z])", r"\1_\2", chosen or "").lower()
-        if chosen is None or _OTHER_UNIT.search(words):
-            raise TraceError(
-                f"{records.file}: the column with the lengths is not clear: "
-                f"{', '.join(map(str, records.frame.columns))}; name one ({BY_OPTION.format('--column')})"
-            )
-        if not _UNNAMED.fullmatch(chosen):
-            self.note(f"{chosen} is taken for the tokens of each response")
-        return chosen
 
     def _listed(self, frame: pd.DataFrame, *kinds: str) -> list[str]:
         """Columns of these kinds whose lists have an entry for each token."""
@@ -777,25 +722,16 @@ class Reader:
                     return
 
 
-def _one_response(name: str, found: Sequence[_Cell]) -> str | None:
-    """Return what shows that records are one response each, so that its list `name` is of tokens; else None."""
-    for _, fields, values in found:
-        for other, value in fields.items():
-            if other == name or is_missing(value):
-                continue
-            kinds = kind_of(other)
-            if is_list(value):
-                is_one = kinds & {"mask", "logprobs"} and len(value) and not is_list(value[0])
-            else:
-                is_one = (
-                    kinds & {"finish_reason", "sample"}
-                    or (kinds & {"is_cut"} and isinstance(value, bool))
-                    or (kinds & {"response_text"} and isinstance(value, str))
-                    or (kinds & {"response_sizes"} and number(value) <= len(values))
-                )
-            if is_one:
-                return f"has one {other}"
-    return None
+def _is_one_response(fields: Mapping[str, Any]) -> bool:
+    """Return True if a record has one value for what each response has, or one for each token of a response."""
+    return any(
+        (kind_of(name) & _OF_ONE and _is_scalar(value)) or (kind_of(name) & {"mask", "logprobs"} and is_list(value))
+        for name, value in fields.items()
+    )
+
+
+def _is_scalar(cell: Any) -> bool:
+    return isinstance(cell, str | int | float) and not is_missing(cell)
 
 
 def _sizes(cells: pd.Series[Any], column: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

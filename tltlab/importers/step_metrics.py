@@ -107,7 +107,9 @@ for _framework in FRAMEWORKS:
     for _name, _keys in _framework.fields.items():
         FIRST_OF[_name] = tuple(dict.fromkeys((*FIRST_OF.get(_name, ()), *_keys)))
 
-FIRST_OF["mean"] += FIRST_OF["sequence"]
+_MEANS = (*FIRST_OF["mean"], *FIRST_OF["sequence"])
+MEAN = "response_length/mean"
+"""Key of a mean length whose column a user names."""
 
 _OF_ENGINES = frozenset(key for framework in FRAMEWORKS if framework.advice for key in framework.keys)
 _KNOWN = frozenset(key for framework in FRAMEWORKS for key in framework.keys)
@@ -115,8 +117,6 @@ _ANY = {name: re.compile(pattern) for name, pattern in _TABLE["any"].items() if 
 _NO_SECONDS = _ANY.pop("no_seconds")
 _TIMERS = re.compile("|".join(sorted({framework.timers.pattern for framework in FRAMEWORKS})))
 _DRAFTER_TRAINING = _ANY["drafter_training"]
-OF_STEPS = re.compile(r"policy_loss|(^|/)loss$|grad_norm|(^|[/_])(lr|learning_rate)$|^timing|step_time")
-"""Names in records of RL steps, but not of responses, in addition to lengths."""
 _TRL_CALL = re.compile(r"^profiling/Time taken: \w+\.")
 _CHART = re.compile(r"^.* - (?=\S+$)")
 """The run's name, which charts exported from W&B put before a key."""
@@ -138,6 +138,12 @@ def plain_key(key: str) -> str | None:
         return key
     is_any = any(pattern.search(key) for pattern in _ANY.values())
     return key if is_any and "val" not in key.split("/")[0] and not key.startswith("eval") else None
+
+
+def is_mean(name: str) -> bool:
+    """Return True if a metric is the mean length of an RL step's responses."""
+    key = plain_key(name)
+    return key is not None and (key in _MEANS or _ANY["mean"].search(key) is not None)
 
 
 @frozen
