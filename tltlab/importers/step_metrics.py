@@ -118,8 +118,6 @@ _NO_SECONDS = _ANY.pop("no_seconds")
 _TIMERS = re.compile("|".join(sorted({framework.timers.pattern for framework in FRAMEWORKS})))
 _DRAFTER_TRAINING = _ANY["drafter_training"]
 _TRL_CALL = re.compile(r"^profiling/Time taken: \w+\.")
-_CHART = re.compile(r"^.* - (?=\S+$)")
-"""The run's name, which charts exported from W&B put before a key."""
 
 MOST_RESPONSES = 1 << 22
 """Most responses that lengths are made for, over all RL steps of a log: some 2 GB."""
@@ -133,7 +131,7 @@ def plain_key(key: str) -> str | None:
     A prefix `train/`, which TensorBoard and W&B have, is no part of it, nor what comes before the name of a call in
     TRL's `profiling/Time taken: GRPOTrainer.vLLM.generate`.
     """
-    key = _TRL_CALL.sub("profiling/", _CHART.sub("", key.strip()).removeprefix("train/"))
+    key = _TRL_CALL.sub("profiling/", key.strip().removeprefix("train/"))
     if key in _KNOWN or (_TIMERS.search(key) and not _NO_SECONDS.search(key)):
         return key
     is_any = any(pattern.search(key) for pattern in _ANY.values())

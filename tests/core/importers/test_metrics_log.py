@@ -219,22 +219,6 @@ def test_calls_timed_apart_belong_to_the_next_step(tmp_path, name):
     check(import_dump(exported(tmp_path / name, rows), responses=4), rl_step=[1, 2, 3], rollout_s=[4.0, 8.0, 12.0])
 
 
-def chart(path, *runs):
-    """A chart exported from W&B: the run's name before a key, extremes behind it."""
-    columns = {"Step": list(VERL)}
-    for run, key in itertools.product(runs, ("response_length/mean", "timing_s/gen")):
-        columns |= {f"{run} - {key}{end}": [of[key] for of in VERL.values()] for end in ("", "__MIN", "__MAX")}
-    pd.DataFrame(columns).to_csv(path, index=False)
-    return path
-
-
-def test_charts_exported_from_wandb_are_read(tmp_path):
-    gen = [of["timing_s/gen"] for of in VERL.values()]
-    check(import_dump(chart(tmp_path / "c.csv", "my-run_1")), rl_step=list(VERL), rollout_s=gen)
-    with refused(TraceError, naming=("response_length/mean", "runs")):
-        import_dump(chart(tmp_path / "c.csv", "run-a", "run-b"), form="metrics")
-
-
 def test_torn_row_of_table_is_left_out(tmp_path):
     path = verl_history(tmp_path / "history.csv")
     whole = path.read_text()
