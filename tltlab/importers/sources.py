@@ -22,9 +22,8 @@ from tltlab.traces.trace import Trace, is_trace, locate, report
 from tltlab.traces.trace import read as read_folder
 
 from .fields import ENVELOPES, is_list, is_missing, kind_of, matches, parsed, plain
-from .length_table import group_size_of, tables_of_responses
 from .metrics_log import from_fields, is_metrics_log, metrics_files, records_of, refuse_wandb, unknown_log
-from .responses import Reader
+from .responses import Reader, group_size_of, tables_of_responses
 from .rows import (
     BY_OPTION,
     TABLES,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.refused import refused
 from tltlab.errors import ConfigError, TraceError
-from tltlab.importers.length_table import max_entropy_lengths
 from tltlab.importers.metrics_log import number
 from tltlab.importers.sources import guess, import_dump, read, read_lengths
+from tltlab.importers.step_metrics import max_entropy_lengths
 from tltlab.traces.metrics import mean_accept_length, rollout_s
 
 NUM, CAP = 64, 1024
