@@ -526,7 +526,7 @@ class Reader:
         for column in lists:
             values = self._fill(values, failed, column, lambda column=column: self._sizes(frame, column))
         if np.isnan(values[~failed]).any():
-            values = self._fill_from_whole(records, values, failed, [] if texts else others)
+            values = self._fill_from_total(records, values, failed)
         if (open_ := np.isnan(values) & ~failed).any() and texts:
             column = texts[0]
             self.use("response_tokens", column)
@@ -588,24 +588,10 @@ class Reader:
             if differs.any():
                 self.counts[f"{column}\n{chosen}"] += int(differs.sum())
 
-    def _fill_from_whole(self, records: Records, values: Any, failed: Any, others: Sequence[str]) -> Any:
-        """Fill in lists or numbers of prompt and response together, less the prompt."""
-        frame = records.frame
+    def _fill_from_total(self, records: Records, values: Any, failed: Any) -> Any:
+        """Fill in numbers of prompt and response together, less the prompt."""
         known = self._known_prompts(records)
-        for column in others:
-            sizes = frame[column].map(_size).to_numpy(np.float64)
-            is_named = plain(column).rpartition(".")[2] in ("tokens", "tokenids", "ids", "toks")
-            alone = is_named or column == self.reading.column
-            begins = [
-                is_list(cell) and any(is_list(p) and len(p) and list(cell[: len(p)]) == list(p) for p in prompts)
-                for cell, *prompts in frame[[column, *self._listed(frame, *_PROMPT_IDS)]].itertuples(index=False)
-            ]
-            if known is not None and (not alone or all(begins)):
-                values = self._fill(values, failed, column, lambda sizes=sizes: sizes - known)
-            elif alone:
-                values = self._fill(values, failed, column, lambda sizes=sizes: np.where(sizes < 0, np.nan, sizes))
-                self.note(f"{column} are taken for the tokens of the response alone")
-        total = self._column(records, "total") if known is not None and np.isnan(values[~failed]).any() else None
+        total = None if known is None else self._column(records, "total")
         if total is not None:
             values = self._fill(values, failed, total, lambda: self._whole(records, total, 0, may_miss=True) - known)
             self.note(f"response tokens are {total} less the prompt's")

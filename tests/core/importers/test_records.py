@@ -47,8 +47,6 @@ def of(tmp_path, records, **options):
         lambda n: {"completion_ids": ids(n), "prompt_ids": [1, 2]},
         lambda n: {"generated_token_ids": ids(n)},
         lambda n: {"responses": ids(n), "prompts": [1, 2]},
-        lambda n: {"token_ids": ids(n)},
-        lambda n: {"tokens": ids(n), "finish_reason": "stop"},
         lambda n: {"response_tokens": ids(n), "sample_idx": n},
         lambda n: {"tokens": [1, 2, 3, *ids(n)], "response_length": n},
         lambda n: {"tokens": [1, 2, 3, *ids(n)], "loss_mask": [1] * n},
@@ -69,12 +67,10 @@ def of(tmp_path, records, **options):
         lambda n: {"token_ids": [1, 2, *ids(n)], "token_loss_mask": [0, 0] + [1] * n, "input_lengths": n + 2},
     ],
     ids=[
-        "response_ids", "output_ids", "completion_ids", "generated", "responses", "token_ids", "one finish reason",
-        "one sample", "slime", "slime without length", "slime whole",
-        "openrlhf", "areal", "sglang",
-        "whole and response", "mask of padding", "mask without ones", "padded", "one id", "log-probs",
-        "pairs", "text and pairs", "vllm",
-        "areal dump", "nemo-rl",
+        "response_ids", "output_ids", "completion_ids", "generated", "responses", "one sample", "slime",
+        "slime without length", "slime whole", "openrlhf", "areal", "sglang", "whole and response", "mask of padding",
+        "mask without ones", "padded", "one id", "log-probs", "pairs", "text and pairs", "vllm", "areal dump",
+        "nemo-rl",
     ],
 )  # fmt: skip
 def test_lists_of_token_ids_are_counted(tmp_path, record):
@@ -126,8 +122,16 @@ def test_lists_of_two_readings_are_refused(tmp_path, records):
         of(tmp_path, records)
     name = next(name for name, value in records[0].items() if isinstance(value, list))
     lists = [record[name] for record in records]
-    check(of(tmp_path, records, lists="ids"), response_tokens=list(map(len, lists)))
+    check(of(tmp_path, records, lists="ids", column=name), response_tokens=list(map(len, lists)))
     check(of(tmp_path, records, lists="lengths"), response_tokens=[n for one in lists for n in one])
+
+
+@pytest.mark.parametrize("record", [{"token_ids": ids(4)}, {"tokens": ids(4), "finish_reason": "stop"}])
+def test_tokens_of_prompt_or_response_are_refused(tmp_path, record):
+    name = next(iter(record))
+    with refused(TraceError, naming=(name, "--column")):
+        of(tmp_path, [record])
+    check(of(tmp_path, [record], column=name), response_tokens=[4])
 
 
 @pytest.mark.parametrize("more", [{"finish_reason": "stop"}, {"response": "one text"}], ids=["reason", "text"])
