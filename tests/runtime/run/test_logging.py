@@ -254,26 +254,6 @@ def test_a_service_gets_every_step_once(tmp_path, services, service):
     assert services == SENT[service]
 
 
-def test_the_real_mlflow_keeps_every_step_once(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed")
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    monkeypatch.chdir(tmp_path)
-    config = LogConfig(tensorboard=False, mlflow="tails")
-    settings = {"recipe": {f"setting_{number}": "x" * 7000 for number in range(150)}}
-    with RunLog(config, tmp_path / "run", 3, settings=settings) as log:
-        for rl_step in (0, 1):
-            log.step(report(rl_step), {"time/step_s": 1.0 + rl_step})
-    with contextlib.suppress(KeyboardInterrupt), RunLog(config, tmp_path / "run", 3, resume_from=1) as log:
-        for rl_step in (1, 2):
-            log.step(report(rl_step), {"time/step_s": 10.0 + rl_step})
-        raise KeyboardInterrupt
-    (run,) = mlflow.search_runs(experiment_names=["tails"], output_format="list")
-    assert (run.info.status, run.info.run_name, len(run.data.params)) == ("FAILED", "run", 150)
-    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "time/step_s")
-    assert {metric.step: metric.value for metric in history} == {0: 1.0, 1: 2.0, 2: 12.0}
-    assert len(history) == 3
-
-
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_logger_that_is_not_installed_is_named(tmp_path, name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
