@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from tltlab.importers.length_table import tables_of_lengths
+from tltlab.importers.responses import tables_of_lengths
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 

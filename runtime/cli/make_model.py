@@ -57,8 +57,6 @@ def _text(out: Path, report: dict[str, Any]) -> str:
         ("length, tokens", f"{lengths} of {report['max_response_tokens']}; p95 / p50 = {s['length_p95_over_p50']:.1f}"),
         ("log length", f"{s['length_share_prompt']:.0%} of the variance between prompts, "
                        f"{s['length_share_within']:.0%} within"),
-        ("entropy", f"{s['entropy_nats']:.2f} nats per token"),
-        ("repetition", f"{s['repeated_4gram_share']:.0%} of 4-grams occurred earlier in the same response"),
         ("clipped", f"{s['clipped_share']:.1%} of responses"),
     ]  # fmt: skip
     return "\n".join(

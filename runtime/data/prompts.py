@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import pyarrow.lib
 import pyarrow.parquet as pq
 
 from tltlab.config import leaves
-from tltlab.errors import ConfigError, one_line
-from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
+from tltlab.errors import ConfigError, TraceError, one_line
+from tltlab.importers.rows import rows_of
 from tltlab.runtime.recipe.sections import DataConfig
-from tltlab.traces.storage import check_parquet
 
 # The loader for a file, by its first suffix; a second one may name the compression.
 _LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow", ".parquet": "parquet"}
@@ -154,43 +151,12 @@ def _rows(source: str, config: DataConfig, split: str) -> Iterator[tuple[str, Ma
 
 def rows_of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each row of a .jsonl or .parquet file with its place. ConfigError names the line that is no row."""
-    if path.suffix == ".parquet":
-        yield from ((f"row {number}", row) for number, row in enumerate(_parquet_rows(path)))
+    if path.is_file() and not path.stat().st_size:
         return
-    number = 0
     try:
-        with io.TextIOWrapper(open_input(path), encoding="utf-8-sig") as file:
-            for number, line in enumerate(_lines(file), start=1):
-                if not line.strip():
-                    continue
-                row = parse_json(line)
-                if not isinstance(row, dict):
-                    raise ConfigError(f"{path}: line {number} is not a JSON object")
-                yield f"line {number}", row
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 after line {number}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: line {number} is not JSON") from error
-
-
-def _lines(file: TextIO) -> Iterator[str]:
-    """Yield the lines of a text file; OSError for one that is too long to be a record."""
-    while line := file.readline(MOST_JSON_BYTES + 1):
-        if len(line) > MOST_JSON_BYTES:
-            raise OSError(errno.EFBIG, f"a line has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
-        yield line
-
-
-def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    try:
-        check_parquet(path)
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-    except (OSError, pyarrow.lib.ArrowException) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+        yield from rows_of(path)
+    except TraceError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _dataset_rows(source: str, *, subset: str | None, split: str) -> Iterator[Mapping[str, Any]]:

@@ -1,4 +1,4 @@
-"""Plan of a recipe: its actors, their GPUs, the memory they need, and the options that are off-policy.
+"""Plan of a recipe: the memory of its processes by part, and what to know before it starts.
 
 Memory is one table of parts, each with its phases and its formula. A run reports its memory by the same names
 (`tltlab.runtime.run.memory`); a test compares the two.
@@ -29,8 +29,6 @@ from .engines import context_tokens, drafters_of, engine_build, requests_per_eng
 from .gpus import Bundles, bundles_of, places_of, weight_transport
 from .recipe import Recipe, system_settings
 from .rules import uneven_minibatches
-
-Place = tuple[int, tuple[int, ...]]
 
 GRAPH_BYTES = 2 << 30
 """For CUDA graphs that are not planned: a constant."""
@@ -368,20 +366,6 @@ def _value_bytes(dtype: str | None, *, on_gpu: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Actor:
-    """One process of a run: number `number` of its kind, on `node`, with `share` of each of the GPUs `gpus`.
-
-    Ray may number nodes differently; here numbers only identify nodes.
-    """
-
-    kind: str
-    number: int
-    node: int
-    gpus: tuple[int, ...]
-    share: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Memory of a GPU, a host or, without GPUs, one process, at its peak in a phase."""
 
@@ -390,15 +374,6 @@ class Memory:
     phase: str
     parts: tuple[MemoryPart, ...]
     total_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSetting:
-    """A setting that decides if training data follow the policy that is trained."""
-
-    name: str
-    on_policy: bool
-    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,10 +394,8 @@ class RunPlan:
     gpu_bytes: float | None
     responses_per_step: int
     tokens_per_response: int
-    actors: tuple[Actor, ...]
     memory: tuple[Memory, ...]
     fits: bool | None
-    options: tuple[DataSetting, ...]
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -442,12 +415,9 @@ class RunPlan:
             settings = [f"{name} = {value}" for name, value in self.system["settings"].items()]
             drafts = ", ".join(self.system["strategies"])
             run.append(("system", ", ".join([f"{self.system['title']}: drafts {drafts}", *settings])))
-        lines = [table((), run, left=2), "actors", table((), _actor_rows(self.actors), left=4, indent=2)]
-        lines += ["memory, GB by phase", *_memory_tables(self.memory, self.gpu_bytes)]
+        lines = [table((), run, left=2), "memory, GB by phase", *_memory_tables(self.memory, self.gpu_bytes)]
         if self.fits is not None:
             lines.append("it fits" if self.fits else "it DOES NOT FIT")
-        options = [("on-policy" if o.on_policy else "OFF-POLICY", f"{o.name}: {o.why}") for o in self.options]
-        lines += ["trained on", table((), options, left=2, indent=2)]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
@@ -459,8 +429,8 @@ def plan_of(recipe: Recipe) -> RunPlan:
     """
     sizes = MemorySizes(recipe)
     shape, bundles, gpu, build = sizes.shape, sizes.bundles, sizes.gpu, sizes.build
-    table, actors = memory_table(sizes), _actors(recipe, bundles)
-    memory = _memory(table, bundles, actors)
+    table = memory_table(sizes)
+    memory = _memory(table, bundles, _on_first_node(recipe, bundles))
     fits = None if gpu is None else _fits(bundles, memory, gpu)
     system, notes = system_settings(recipe)
     if table.at_once < sizes.running:
@@ -494,36 +464,26 @@ def plan_of(recipe: Recipe) -> RunPlan:
         gpu_bytes=gpu.memory_bytes if gpu else None,
         responses_per_step=sizes.responses,
         tokens_per_response=sizes.tokens,
-        actors=actors,
         memory=memory,
         fits=fits,
-        options=_options(recipe),
         notes=tuple(notes),
     )
 
 
-def _actors(recipe: Recipe, bundles: Bundles) -> tuple[Actor, ...]:
-    places = iter(places_of(bundles, recipe.cluster.gpus_per_node))
-    workers = [next(places) if gpus else (0, ()) for gpus in bundles.workers]
+def _on_first_node(recipe: Recipe, bundles: Bundles) -> Counter[str]:
+    """Return the number of processes by kind on the driver's node, the first: ranks and workers fill nodes in order."""
+    nodes = iter([node for node, _ in places_of(bundles, recipe.cluster.gpus_per_node)])
+    workers = [next(nodes) if gpus else 0 for gpus in bundles.workers]
     if bundles.colocated:
-        shared = [bundles.worker_of_rank(rank) for rank in range(recipe.train.ranks)]
-        ranks: list[Place] = [(workers[n][0], (workers[n][1][gpu],)) for n, gpu in shared]
+        ranks = [workers[bundles.worker_of_rank(rank)[0]] for rank in range(recipe.train.ranks)]
     else:
-        ranks = [next(places) if gpus else (0, ()) for gpus in bundles.ranks]
-    kinds: list[tuple[str, list[Place], float]] = [
-        (WORKER, workers, min(bundles.workers[0], 1.0)),
-        (RANK, ranks, 1.0 if bundles.colocated else bundles.ranks[0]),
-        (SPOT, workers if recipe.drafter is not None else [], min(bundles.workers[0], 1.0)),
-        (REWARDS, [(0, ())] * recipe.reward_pool.processes, 0.0),
-    ]
-    return tuple(
-        Actor(kind=kind, number=number, node=node, gpus=gpus, share=share)
-        for kind, places_of_kind, share in kinds
-        for number, (node, gpus) in enumerate(places_of_kind)
-    )
+        ranks = [next(nodes) if gpus else 0 for gpus in bundles.ranks]
+    spots = workers.count(0) if recipe.drafter is not None else 0
+    counts = {WORKER: workers.count(0), RANK: ranks.count(0), SPOT: spots, REWARDS: recipe.reward_pool.processes}
+    return Counter({**counts, DRIVER: 1, STORE: 1, RAY: 1})
 
 
-def _memory(table: MemoryPlan, bundles: Bundles, actors: tuple[Actor, ...]) -> tuple[Memory, ...]:
+def _memory(table: MemoryPlan, bundles: Bundles, counts: Counter[str]) -> tuple[Memory, ...]:
     """Return memory by place and phase: a GPU or process of each kind, then the fullest host."""
     if bundles.colocated:
         places = {"a GPU": [WORKER, RANK, SPOT]}
@@ -536,8 +496,6 @@ def _memory(table: MemoryPlan, bundles: Bundles, actors: tuple[Actor, ...]) -> t
         for place, processes in places.items()
         for phase in PHASES
     ]
-    # The driver's node is the first: ranks and workers fill nodes in order.
-    counts = Counter(actor.kind for actor in actors if actor.node == 0) + Counter([DRIVER, STORE, RAY])
     for phase in PHASES:
         on_host = [
             replace(part, num_bytes=count * part.num_bytes, formula=f"{count} x ({part.formula})")
@@ -581,39 +539,3 @@ def _fits(bundles: Bundles, memory: tuple[Memory, ...], gpu: Gpu) -> bool:
         for entry in memory
         if entry.device == "GPU"
     )
-
-
-def _options(recipe: Recipe) -> tuple[DataSetting, ...]:
-    rollout, train = recipe.rollout, recipe.train
-    options = [(rollout.chosen_by, True, "verification keeps the distribution")]
-    if rollout.partial is not None:
-        options.append(("rollout.partial", False, "a response's tokens are of several versions"))
-    if rollout.reuse is not None:
-        exact = rollout.reuse.residual == "exact" and rollout.reuse.leniency == 1
-        why = "the prefix is verified, its end drawn anew from the residual" if exact else "prefixes are of older ones"
-        options.append(("rollout.reuse", exact, why))
-    if rollout.one_step_off:
-        options.append(("rollout.one_step_off", False, "responses are of the weights before the last update"))
-    if rollout.staleness:
-        options.append((f"rollout.staleness = {rollout.staleness}", False, "tokens are up to that many updates old"))
-    if train.accept_biased_sampling and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
-        options.append(("top_p, top_k, min_p", False, "tokens of nonzero probability are cut off"))
-    if train.minibatches > 1:
-        why = "after the first of them the policy has moved: the clipped ratio accounts for it"
-        options.append((f"train.minibatches = {train.minibatches}", False, why))
-    return tuple(DataSetting(name=name, on_policy=on_policy, why=why) for name, on_policy, why in options)
-
-
-def _actor_rows(actors: tuple[Actor, ...]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield one row for all actors of a kind on a node."""
-    for (kind, node), group in groupby(actors, key=lambda actor: (actor.kind, actor.node)):
-        same_kind = list(group)
-        gpus, share = sorted({gpu for actor in same_kind for gpu in actor.gpus}), same_kind[0].share
-        each = f"{len(same_kind[0].gpus)} each" if share in (0.0, 1.0) else f"{share:g} of one each"
-        gpus_text = f"GPUs {_range(gpus)}, {each}" if gpus else "no GPU"
-        yield kind, _range([actor.number for actor in same_kind]), f"node {node}", gpus_text
-
-
-def _range(numbers: list[int]) -> str:
-    contiguous = len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]}-{numbers[-1]}" if contiguous else ", ".join(map(str, numbers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,6 @@ from tltlab.importers.sources import imported, read
 from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, longest, outlook, statistics
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
 from tltlab.lengths.model import LengthModel, of_regime
-from tltlab.lengths.summaries import DEFAULTS, KEYS, from_summaries, read_summaries
 from tltlab.options import Option, check, command
 from tltlab.traces.recorder import repair as repair_recording
 from tltlab.traces.storage import check_sums
@@ -38,19 +37,20 @@ TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="A trac
 def describe(trace: TraceArgument, as_json: Json = False) -> None:
     """Print what is in a trace: manifest, tables, and lengths and times of each RL step.
 
-    Also the longest response that another RL step will have, and summaries of lengths in the keys of `tltlab trace
-    generate --like`, which draws a trace with the same ones.
+    Also the longest response that another RL step will have, and summaries of lengths: quantiles; the mean of the RL
+    steps' longest (max); the share cut at the cap; the share of the makespan with at most 32 responses left (tail).
 
     Example: tltlab trace describe traces/tiny
     """
     source = read(trace)
     result = describe_trace(source)
     ahead = outlook(source)
-    result |= {"summaries": ahead.summaries.given()}
+    result |= {"summaries": ahead.summaries}
     result |= {
         name: value and asdict(value) for name, value in (("longest", ahead.longest), ("makespan", ahead.makespan))
     }
-    text = f"{_describe_text(result)}\n\n" + "\n".join(filter(None, (str(ahead), f"summaries: {ahead.summaries}")))
+    summaries = ",".join(f"{name}={value:.6g}" for name, value in ahead.summaries.items())
+    text = f"{_describe_text(result)}\n\n" + "\n".join(filter(None, (str(ahead), f"summaries: {summaries}")))
     emit(result, as_json=as_json, text=text)
 
 
@@ -147,11 +147,7 @@ _REGIMES = (
     "base-rl (the prompt does not decide length; the default), reasoning (the prompt decides), production (a reasoning "
     "model in production), or long-tail (published summaries of TLT's rollouts)."
 )
-_LIKE = (
-    "Fit lengths and shape to this; JSON: a trace's lengths.json. Or to published summaries, "
-    f"p50=1500,p75=4000,cap=20480,cut=0.02; the keys are {KEYS}. cut: share cut at the cap; max: mean of RL steps' "
-    "longest; tail: share of the makespan with at most 32 of responses left, in tokens."
-)
+_LIKE = "Fit lengths and shape to this; JSON: a trace's lengths.json."
 _OF_THE_MODEL = {
     "median": "median", "sigma": "sigma", "prompt_share": "prompt_share", "cap": "max_response_tokens",
     "prompt_memory": "prompt_memory", "median_growth": "median_growth", "tail_growth": "tail_growth",
@@ -165,7 +161,7 @@ class GenerateConfig:
     """Options of `tltlab trace generate`; None is what the regime or `like` has."""
 
     regime: Annotated[str | None, Option(_REGIMES)] = None
-    like: Annotated[str | None, Option(_LIKE, metavar="TRACE|CSV|JSON|KEY=NUMBER,...")] = None
+    like: Annotated[str | None, Option(_LIKE, metavar="TRACE|CSV|JSON")] = None
     rl_steps: Annotated[int | None, Option("RL steps (4, or those of --like).")] = None
     prompts: Annotated[int | None, Option("Prompts per RL step (64, or those of --like).")] = None
     group_size: Annotated[int | None, Option("Samples per prompt (8, or those of --like).")] = None
@@ -303,14 +299,6 @@ def _source(regime: str | None, like: str | None, prompt_share: float | None) ->
         return _Source(model=of_regime(regime or "base-rl"), shape=shape)
     if regime is not None:
         raise ConfigError(f"got --regime {regime} and --like {like}; give one of them")
-    if "=" in like and not Path(like).exists():
-        given = read_summaries(like)
-        if prompt_share is not None:
-            given = replace(given, prompt_share=prompt_share)
-        model, _ = from_summaries(given)
-        group = round(given.group or DEFAULTS["group"])
-        prompts = max(1, round((given.responses or DEFAULTS["responses"]) / group))
-        return _Source(model=model, shape=shape | {"prompts_per_step": prompts, "group_size": group})
     if Path(like).suffix == ".json":
         return _Source(model=LengthModel.load(like), shape=shape)
     trace = read(like)

@@ -148,11 +148,7 @@ def _from_table(path: Path) -> Iterator[Record]:
     """A history as W&B exports it: a row for each RL step."""
     call_times: dict[str, float] = {}
     cut = _cut_row(path)
-    for at, (place, fields) in enumerate(rows_of(path)):
-        if at == 0:
-            keys = [plain_key(name) for name in fields if " - " in name]
-            if twice := [key for key in keys if key is not None and keys.count(key) > 1]:
-                raise TraceError(f"{path}: several columns for {twice[0]}, of several runs: leave the columns of one")
+    for place, fields in rows_of(path):
         if place == cut:
             yield Record(rl_step=None, place=place, values={}, is_cut=True)
         else:

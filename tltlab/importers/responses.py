@@ -7,7 +7,6 @@ lengths are, the first of these that is there: numbers of tokens, masks of gener
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -21,6 +20,7 @@ from tltlab.config import shown
 from tltlab.errors import TraceError
 
 from .fields import (
+    NAMES,
     REASONS,
     TIMES,
     UNITS,
@@ -39,10 +39,11 @@ from .fields import (
     plain,
     unit_of,
 )
-from .length_table import RECORD
 from .rows import BY_OPTION, Reading, Records, Row, flat, text_id
 from .token_counts import NoTokenCounter
 
+RECORD = "#record"
+"""Column of the number of the record that a response was in a list of."""
 RUN = "#run"
 """Column of the number of the record that a length was in a list of, where it has no RL step."""
 _CHUNK = 2048
@@ -55,6 +56,8 @@ _OF_TEXT = {"response_text", "conversation"}
 _SHARED = {"rl_step", "epoch", "prompt_id", "row_id", "prompt_text", "prompt_ids", "prompt_sizes", "prompt_tokens",
            "cap", "worker"}  # fmt: skip
 """Kinds of fields that hold for all responses of a record."""
+_OF_ONE = {"response_sizes", "response_tokens", "response_text", "finish_reason", "sample"}
+"""Kinds of fields that a record has of each response."""
 _NAMED = {"rl_step", "epoch", "prompt_id", "prompt_text", "prompt_ids"}
 """Kinds of fields that name the RL step or the prompt of a record's responses."""
 _MOST_EPOCHS = 1e6
@@ -76,15 +79,8 @@ _SIZES = {"response_sizes", "sizes"}
 _PER_TOKEN = {"response_ids", "all_ids", "mask", "logprobs", "prompt_ids", "response_text", "prompt_text"}
 """Kinds of fields whose lists of numbers have an entry for each token."""
 _RESPONSE_IDS = ("response_ids", "response_tokens", "response_text", "response_sizes", "sizes")
-_UNNAMED = re.compile(r"c?\d+")
-"""Names of columns without a heading."""
 _PROMPT_IDS = ("prompt_ids", "prompt_tokens", "prompt_text")
 """Kinds of names under which lists of ids are."""
-_OTHER_UNIT = re.compile(
-    r"(?:^|[^a-z])(?:chars?|characters|bytes|words|lines|sentences|chunks|ns|us|ms|secs?|seconds?|minutes?|times?|"
-    r"latency|duration|ids?|index|idx|rank|seed|scores?|rewards?|loss|rates?|percent|pct)(?:$|[^a-z])"
-)
-"""Words in the name of a column that does not count tokens."""
 
 
 class Reader:
@@ -196,35 +192,15 @@ class Reader:
             return "ids" if kinds & {"prompt_tokens"} and not any(_SIZES & other for other in others) else ""
         if self.reading.lists is not None:
             return self.reading.lists
-        evidence = _one_response(name, found) or (self._token_ids([cell for *_, cell in found]) if tokens else None)
-        if tokens and evidence:
-            self.note(f"{name}: token ids, which are counted (a record {evidence})")
-            return "ids"
-        if kinds & _SIZES and not evidence:
+        if kinds & _SIZES:
             return "lengths"
+        if all(_is_one_response(fields) for _, fields, _ in found):
+            return "ids"
         place, _, cell = found[0]
-        reason = f": a record {evidence}" if evidence else ""
         raise TraceError(
             f"{file}, {place}, column {name}: {shown(list(cell)[:6])[:-1]}, ...] may be {len(cell)} lengths or the ids "
-            f"of {len(cell)} tokens{reason}; choose one: {BY_OPTION.format('--lists lengths or --lists ids')}"
+            f"of {len(cell)} tokens; choose one: {BY_OPTION.format('--lists lengths or --lists ids')}"
         )
-
-    def _token_ids(self, lists: Sequence[Sequence[Any]]) -> str | None:
-        """Return what shows that lists of numbers are token ids, not lengths; None where they may be either.
-
-        Lengths lie between 0 and the cap. Responses that ended have the same last token, the one that ends them; equal
-        last lengths, none of them the largest, in lists of several sizes would be chance.
-        """
-        values = np.array([item for cell in lists for item in cell if isinstance(item, int | float)])
-        ends = {cell[-1] for cell in lists}
-        cap = self.reading.max_response_tokens or 1 << 17
-        if (values < 0).any():
-            return "has numbers below 0"
-        if (values > cap).any():
-            return f"has numbers above {cap}"
-        varied = len({len(cell) for cell in lists}) > 1
-        ended = varied and len(lists) > 3 and len(ends) == 1 and max(values) not in ends
-        return f"always ends in {ends.pop()}" if ended else None
 
     def _spread(self, file: str, chunk: Sequence[_Flat]) -> list[_Flat] | None:
         """Records with a list of responses as one record for each; None where there are none."""
@@ -256,10 +232,11 @@ class Reader:
                     lists[name] = value
                 elif kind_of(name) & _SHARED or name in (self.reading.step_column, self.reading.group_column):
                     shared[name] = value
-                elif size > 1 and kind_of(name) & {"response_sizes", "response_tokens"} and not is_list(value):
+                elif size > 1 and kind_of(name) & _OF_ONE and _is_scalar(value):
                     raise TraceError(
                         f"{file}, {place}, column {name}: got {shown(value)} for {size} responses "
-                        f"({', '.join(sizes)}); a record has to be one response (n = 1), or to have a length for each"
+                        f"({', '.join(sizes)}); a record has to be one response (n = 1), or to have one for each; "
+                        f"lists of ids: {BY_OPTION.format('--lists ids')}"
                     )
                 elif size == 1:
                     shared[name] = value
@@ -445,7 +422,7 @@ class Reader:
             self.use(kind, column)
             scale = unit_of(column) or UNITS[self.reading.time_unit or ""]
             if scale is None and column not in self._scales:
-                self._scales[column] = self._scale(frame, kind, column, values)
+                self._scales[column] = self._scale(column, values)
             if (scale := scale or self._scales[column]) is not None:
                 result = values * scale if result is None else np.where(np.isnan(result), values * scale, result)
         if result is not None:
@@ -458,21 +435,9 @@ class Reader:
         self._seen.add(dated)
         return (times - pd.Timestamp(0, tz="utc")).dt.total_seconds().to_numpy()
 
-    def _scale(self, frame: pd.DataFrame, kind: str, column: str, values: Any) -> float | None:
-        """Seconds of the unit of a time whose name has none, by its size and by the file's other columns."""
-        names = {plain(name) for name in frame.columns}
-        largest = np.nanmax(np.abs(values), initial=0.0)
-        whole = bool((np.isnan(values) | (values == np.floor(values))).all())
-        if "hashids" in names and whole:
-            self.note(f"{column}: milliseconds, as Mooncake's traces have them")
-            return 1e-3
-        if kind not in ("ttft", "latency"):
-            for least, unit in ((1e17, "ns"), (1e14, "us"), (1e11, "ms")):
-                if largest >= least:
-                    self.note(f"{column}: taken for {unit} since 1970, by its size")
-                    return UNITS[unit]
-        least_unclear = 100 if kind in ("ttft", "latency") else 1000
-        if "logtype" in names or largest >= 1e8 or not whole or largest < least_unclear:
+    def _scale(self, column: str, values: Any) -> float | None:
+        """Seconds of the unit of a time whose name has none: 1 for fractions, None (ask) for whole numbers."""
+        if (np.isnan(values) | (values != np.floor(values))).any():
             return 1.0
         option = BY_OPTION.format("--time-unit s or ms")
         self.note(f"{column} has whole numbers without a unit: times are not read ({option})")
@@ -561,7 +526,7 @@ class Reader:
         for column in lists:
             values = self._fill(values, failed, column, lambda column=column: self._sizes(frame, column))
         if np.isnan(values[~failed]).any():
-            values = self._fill_from_whole(records, values, failed, [] if texts else others)
+            values = self._fill_from_total(records, values, failed)
         if (open_ := np.isnan(values) & ~failed).any() and texts:
             column = texts[0]
             self.use("response_tokens", column)
@@ -569,9 +534,8 @@ class Reader:
             exact = exact & ~open_
             self.counts["text"] += int(open_.sum())
         values = np.where(np.isnan(values) & failed, 0.0, values)
-        if np.isnan(values).all() and records.is_table and (chosen := self._only_numbers(records)):
-            self.use("response_tokens", chosen)
-            values = self._whole(records, chosen, 0, failed=failed)
+        if records.is_table and list(frame.columns) == ["c0"]:
+            values = self._whole(records, "c0", 0)
         if (values < 0).any():
             at = int(np.argmax(values < 0))
             raise TraceError(f"{records.place(at)}: {self.used['response_tokens']} is less than the prompt's tokens")
@@ -583,23 +547,6 @@ class Reader:
                 f"or a text; there are: {fields}; name it ({BY_OPTION.format('--column')})"
             )
         return values, exact
-
-    def _only_numbers(self, records: Records) -> str | None:
-        """The only column of a table, except those that are known as something else, or the only one of numbers."""
-        of_text = {"reward", "prompt_text", "response_text"}
-        known = set(self.used.values()) | {c for c in records.frame.columns if kind_of(str(c)) - of_text}
-        left = [str(name) for name in records.frame.columns if name not in known]
-        numeric = [name for name in left if not np.isnan(numbers(records.frame[name])).any()]
-        chosen = next((group[0] for group in (numeric, left) if len(group) == 1), None)
-        words = re.sub(r"([a-z])([A-Z])", r"\1_\2", chosen or "").lower()
-        if chosen is None or _OTHER_UNIT.search(words):
-            raise TraceError(
-                f"{records.file}: the column with the lengths is not clear: "
-                f"{', '.join(map(str, records.frame.columns))}; name one ({BY_OPTION.format('--column')})"
-            )
-        if not _UNNAMED.fullmatch(chosen):
-            self.note(f"{chosen} is taken for the tokens of each response")
-        return chosen
 
     def _listed(self, frame: pd.DataFrame, *kinds: str) -> list[str]:
         """Columns of these kinds whose lists have an entry for each token."""
@@ -641,24 +588,10 @@ class Reader:
             if differs.any():
                 self.counts[f"{column}\n{chosen}"] += int(differs.sum())
 
-    def _fill_from_whole(self, records: Records, values: Any, failed: Any, others: Sequence[str]) -> Any:
-        """Fill in lists or numbers of prompt and response together, less the prompt."""
-        frame = records.frame
+    def _fill_from_total(self, records: Records, values: Any, failed: Any) -> Any:
+        """Fill in numbers of prompt and response together, less the prompt."""
         known = self._known_prompts(records)
-        for column in others:
-            sizes = frame[column].map(_size).to_numpy(np.float64)
-            is_named = plain(column).rpartition(".")[2] in ("tokens", "tokenids", "ids", "toks")
-            alone = is_named or column == self.reading.column
-            begins = [
-                is_list(cell) and any(is_list(p) and len(p) and list(cell[: len(p)]) == list(p) for p in prompts)
-                for cell, *prompts in frame[[column, *self._listed(frame, *_PROMPT_IDS)]].itertuples(index=False)
-            ]
-            if known is not None and (not alone or all(begins)):
-                values = self._fill(values, failed, column, lambda sizes=sizes: sizes - known)
-            elif alone:
-                values = self._fill(values, failed, column, lambda sizes=sizes: np.where(sizes < 0, np.nan, sizes))
-                self.note(f"{column} are taken for the tokens of the response alone")
-        total = self._column(records, "total") if known is not None and np.isnan(values[~failed]).any() else None
+        total = None if known is None else self._column(records, "total")
         if total is not None:
             values = self._fill(values, failed, total, lambda: self._whole(records, total, 0, may_miss=True) - known)
             self.note(f"response tokens are {total} less the prompt's")
@@ -777,25 +710,16 @@ class Reader:
                     return
 
 
-def _one_response(name: str, found: Sequence[_Cell]) -> str | None:
-    """Return what shows that records are one response each, so that its list `name` is of tokens; else None."""
-    for _, fields, values in found:
-        for other, value in fields.items():
-            if other == name or is_missing(value):
-                continue
-            kinds = kind_of(other)
-            if is_list(value):
-                is_one = kinds & {"mask", "logprobs"} and len(value) and not is_list(value[0])
-            else:
-                is_one = (
-                    kinds & {"finish_reason", "sample"}
-                    or (kinds & {"is_cut"} and isinstance(value, bool))
-                    or (kinds & {"response_text"} and isinstance(value, str))
-                    or (kinds & {"response_sizes"} and number(value) <= len(values))
-                )
-            if is_one:
-                return f"has one {other}"
-    return None
+def _is_one_response(fields: Mapping[str, Any]) -> bool:
+    """Return True if a record has one value for what each response has, or one for each token of a response."""
+    return any(
+        (kind_of(name) & _OF_ONE and _is_scalar(value)) or (kind_of(name) & {"mask", "logprobs"} and is_list(value))
+        for name, value in fields.items()
+    )
+
+
+def _is_scalar(cell: Any) -> bool:
+    return isinstance(cell, str | int | float) and not is_missing(cell)
 
 
 def _sizes(cells: pd.Series[Any], column: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -821,3 +745,157 @@ def _identity(cell: Any) -> str:
     if isinstance(cell, float) and cell.is_integer():
         cell = int(cell)
     return json.dumps(cell, sort_keys=True, default=str) if isinstance(cell, list | dict) else str(cell)
+
+
+def tables_of_responses(
+    frame: pd.DataFrame, reading: Reading, *, names_prompts: bool
+) -> tuple[dict[str, pd.DataFrame], list[str], str | None]:
+    """Workload and outcomes of responses, notes on what was assumed, and the column that names the prompts.
+
+    `frame` has what `responses.Reader.read` gives. Samples of a prompt without a number are numbered in their
+    order. `epoch` counts the earlier RL steps with the same prompt. With `max_response_tokens` a response
+    that long was cut ("length"); a longer one is a TraceError, or cut to it where lengths are counts of text. Without,
+    the longest response is the cap. Times count from the first submission of the RL step. `names_prompts` numbers
+    unnamed prompts within their RL step, else through the file.
+    """
+    frame = frame.sort_values("rl_step", kind="stable", ignore_index=True)
+    notes: list[str] = []
+    lengths = frame["response_tokens"].to_numpy(np.int64)
+    if not lengths.any():
+        raise TraceError(f"{frame['file'][0]}: no response has a token")
+    known_cap = reading.max_response_tokens is not None
+    caps = np.full(len(frame), reading.max_response_tokens or max(1, lengths.max()))
+    if frame["cap"].notna().all():
+        known_cap, caps = True, frame["cap"].to_numpy(np.int64)
+    if (over := (lengths > caps) & frame["is_exact"].to_numpy(bool)).any():
+        at = int(np.argmax(over))
+        place = frame["place"][at] if isinstance(frame["place"][at], str) else f"line {frame['place'][at]}"
+        raise TraceError(
+            f"{frame['file'][at]}, {place}: the response has {lengths[at]} tokens, more than its maximum of {caps[at]}"
+        )
+    reason = frame["finish_reason"].to_numpy(object)
+    unknown = pd.isna(reason)
+    if not known_cap:
+        all_finished = ", all count as finished" if unknown.all() and not names_prompts else ""
+        notes.append(f"the cap is unknown: the longest response ({lengths.max()} tokens) is taken for it{all_finished}")
+    if unknown.any() and (names_prompts or not unknown.all()):
+        rule = "as cut where they reach the cap, else as finished" if known_cap else "as finished"
+        notes.append(f"{unknown.sum()} responses have no finish reason: they count {rule}")
+    prompts = frame["prompt_tokens"].to_numpy()
+    if np.isnan(prompts).any():
+        some = "" if np.isnan(prompts).all() else f" of {int(np.isnan(prompts).sum())} responses"
+        notes.append(f"prompt tokens{some} are unknown: 0")
+    key = frame[["rl_step"]].copy()
+    key["prompt_id"], named_by = _prompt_ids(frame, reading, names_prompts, notes)
+    key["sample"] = frame["sample"]
+    if frame["sample"].isna().any() or (key.duplicated().any() and not frame["sample_is_ours"].all()):
+        if frame["sample"].notna().all():
+            notes.append("samples have numbers that repeat within a prompt: they are numbered anew")
+        key["sample"] = key.groupby(["rl_step", "prompt_id"], sort=False).cumcount()
+    key["sample"] = key["sample"].astype(np.int64)
+    cut = (lengths >= caps) & known_cap
+    tables = tables_of_lengths(key, np.minimum(lengths, caps), np.nan_to_num(prompts).astype(np.int64), caps, cut)
+    times = ["t_submit", "t_first_token", "t_finish"]
+    outcomes = tables["outcomes"].join(frame[["reward", "worker", *times]].astype(np.float64))
+    outcomes[times] = outcomes[times].sub(outcomes.groupby("rl_step")["t_submit"].transform("min"), axis=0)
+    outcomes.loc[outcomes["t_submit"].isna(), times] = np.nan
+    if 0 < (num_untimed := int(outcomes["t_submit"].isna().sum())) < len(outcomes):
+        notes.append(f"{num_untimed} requests have no start time: their times are unknown")
+    outcomes["finish_reason"] = outcomes["finish_reason"].where(unknown, reason)
+    return tables | {"outcomes": outcomes}, notes, named_by
+
+
+def _prompt_ids(frame: pd.DataFrame, reading: Reading, names_prompts: bool, notes: list[str]) -> tuple[Any, str | None]:
+    """Return the name of each response's prompt, and the column that the names are from.
+
+    A column qualifies if several responses share a value, and different prompts of an RL step never do. Without such
+    a column the prompt's text is the name, and prompts that are the same in different RL steps share a name.
+    """
+    step, text = frame["rl_step"], frame["text"] if frame["text"].notna().all() else None
+    group_size = reading.group_size
+    for column in [name for name in frame.columns if name.startswith("id:")]:
+        name, ids = column[3:], frame[column]
+        if ids.isna().any():
+            continue
+        repeats = frame[["rl_step", column]].duplicated().any()
+        is_own, is_named = plain(name) == "promptid", plain(name).rpartition(".")[2] in NAMES["prompt_id"]
+        if reading.group_column is None:
+            text_repeats = text is not None and pd.concat([step, text], axis=1).duplicated().any()
+            # Numbers of rows begin anew in each RL step.
+            is_of_row = not (is_named or is_own) and (text is not None or ids.duplicated().any())
+            if not repeats and (text_repeats or is_of_row or (group_size and not is_own)):
+                continue
+            different = next((c for c in ("text", "prompt_tokens") if frame[c].notna().all()), None)
+            sizes = frame.groupby([step, ids], sort=False).size()
+            # Groups of one size are groups, whatever was written of their prompts.
+            is_group = is_own or (is_named and sizes.nunique() == 1 and ids.nunique() > 1)
+            # Prompts differ where one id has several values of this column in an RL step.
+            if repeats and different and not is_group and frame.groupby([step, ids])[different].nunique().max() > 1:
+                notes.append(f"{name} is the same for different prompts: it does not name them")
+                continue
+        if group_size and repeats and set(frame.groupby([step, ids], sort=False).size()) != {group_size}:
+            notes.append(f"groups are those of {name}, not of the given group size")
+        return _across_rl_steps(step, ids, text, name, notes), name
+    if text is not None:
+        within = frame.groupby([step, text], sort=False).cumcount()
+        if group_size and (within >= group_size).any():
+            notes.append(f"prompts of the same text are separated after every {group_size} responses")
+            return text + (within // group_size).map(lambda at: f"-{at}" if at else ""), None
+        return text, None
+    records = frame.get(RECORD)
+    if records is not None and not group_size and records.notna().all() and records.nunique() > step.nunique():
+        return "r" + records.astype(np.int64).astype(str), None
+    group = group_size or 1
+    at = frame.groupby("rl_step").cumcount() // group
+    sizes = frame.groupby([step, at], sort=False).size()
+    if len(incomplete := sizes[sizes < group]):
+        subject = "the last group" if len(incomplete) == 1 else f"the last group of {len(incomplete)} RL steps"
+        notes.append(f"{subject} is incomplete: {incomplete.iloc[0]} of {group} samples")
+    if names_prompts:
+        return "s" + step.astype(str) + "-p" + at.astype(str), None
+    return "p" + frame.groupby([step, at], sort=False).ngroup().astype(str), None
+
+
+def _across_rl_steps(
+    step: pd.Series[Any], ids: pd.Series[Any], text: pd.Series[Any] | None, name: str, notes: list[str]
+) -> pd.Series[Any]:
+    """Names of prompts that are the same in all RL steps: the ids, or texts where ids are made anew in each RL step."""
+    pairs = pd.DataFrame({"rl_step": step, "id": ids})
+    if text is not None:
+        pairs["text"] = text
+        in_step = pairs.drop_duplicates()
+    if text is not None and not in_step.duplicated(["rl_step", "id"]).any():
+        if in_step.duplicated(["rl_step", "text"]).any():
+            again = pairs[["id", "text"]].drop_duplicates()["id"].duplicated().any()
+            return "s" + step.astype(str) + "-" + ids if again else ids
+        overall = pairs[["id", "text"]].drop_duplicates()
+        return text if overall["text"].duplicated().any() or overall["id"].duplicated().any() else ids
+    if step.nunique() > 1 and plain(name).endswith(("idx", "index")):
+        found = [set(part["id"]) for _, part in pairs.drop_duplicates().groupby("rl_step")]
+        if all(part == set(map(str, range(len(part)))) for part in found):
+            notes.append(f"{name} counts the prompts of each RL step: those of different RL steps are different")
+            return "s" + step.astype(str) + "-p" + ids
+    return ids
+
+
+def tables_of_lengths(
+    key: pd.DataFrame, lengths: Any, prompt_tokens: Any, cap: Any, cut: Any
+) -> dict[str, pd.DataFrame]:
+    """Workload and outcomes of responses known by their lengths alone; `cut` marks those that reached the cap.
+
+    One cap counts for all, an array has one for each. `epoch` counts the earlier RL steps with the same prompt.
+    """
+    visits = key[["rl_step", "prompt_id"]].drop_duplicates().sort_values("rl_step", kind="stable")
+    visits["epoch"] = visits.groupby("prompt_id", sort=False).cumcount()
+    epoch = key.merge(visits, on=["rl_step", "prompt_id"], how="left")["epoch"].to_numpy()
+    workload = key.assign(
+        turn=0, epoch=epoch, prompt_tokens=prompt_tokens, max_response_tokens=cap, policy_version=key["rl_step"]
+    )
+    outcomes = key.assign(turn=0, response_tokens=lengths, finish_reason=np.where(cut, "length", "stop"))
+    return {"workload": workload, "outcomes": outcomes}
+
+
+def group_size_of(workload: pd.DataFrame) -> int | None:
+    """Samples per prompt, where all groups have as many."""
+    sizes = workload.groupby(["rl_step", "prompt_id"], sort=False).size().unique()
+    return int(sizes[0]) if len(sizes) == 1 else None

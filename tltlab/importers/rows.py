@@ -284,12 +284,12 @@ def _drafted(text: str) -> str:
 class Reading:
     """Facts about a file that its user knows; None is for the file to show.
 
-    `column` has the lengths, `step_column` the RL steps, `group_column` what is the same for all samples of a prompt:
-    each a field's name, with points where it is within objects. `lists` is the meaning of numbers in a list,
-    `time_unit` the unit of times. `max_response_tokens` is the run's cap, unknown the longest response. `responses` is
-    their number in each RL step of a log and `drafted` the strategy of its run, for metrics alone; `reward_columns` are
-    for trl alone. `tokens` counts texts,
-    by default with the `tokenizer` or by `chars_per_token`. `needs` are columns of a trace that no record may lack.
+    `column` has the lengths (in a table of metrics their means), `step_column` the RL steps, `group_column` what is the
+    same for all samples of a prompt: each a field's name, with points where it is within objects. `lists` is the
+    meaning of numbers in a list, `time_unit` the unit of times. `max_response_tokens` is the run's cap, unknown the
+    longest response. `responses` is their number in each RL step of a log and `drafted` the strategy of its run, for
+    metrics alone; `reward_columns` are for trl alone. `tokens` counts texts, by default with the `tokenizer` or by
+    `chars_per_token`. `needs` are columns of a trace that no record may lack.
 
     Raises ConfigError for a value that is none of a field, and for both a tokenizer and `chars_per_token`.
     """
@@ -304,7 +304,10 @@ class Reading:
         tuple[str, ...],
         Option("trl: a column of rewards; given more than once they are added.", names=("--reward",)),
     ] = ()
-    column: Annotated[str | None, Option("Field of the lengths, where its name is unusual; a.b is b within a.")] = None
+    column: Annotated[
+        str | None,
+        Option("Field of the lengths (metrics: of their means), where its name is unusual; a.b is b within a."),
+    ] = None
     step_column: Annotated[str | None, Option("Field of the RL step, likewise.")] = None
     group_column: Annotated[str | None, Option("Field that is the same for all samples of a prompt, likewise.")] = None
     lists: Annotated[Lists | None, Option("What lists of numbers are: lengths, of a response each, or token ids.")] = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -22,13 +21,11 @@ from tltlab.traces.schema import MANIFEST_FILE, Manifest
 from tltlab.traces.trace import Trace, is_trace, locate, report
 from tltlab.traces.trace import read as read_folder
 
-from .fields import ENVELOPES, NAMES, is_list, is_missing, kind_of, matches, number, parsed, plain
-from .length_table import group_size_of, tables_of_responses
+from .fields import ENVELOPES, is_list, is_missing, kind_of, matches, parsed, plain
 from .metrics_log import from_fields, is_metrics_log, metrics_files, records_of, refuse_wandb, unknown_log
-from .responses import Reader
+from .responses import Reader, group_size_of, tables_of_responses
 from .rows import (
     BY_OPTION,
-    RECORDS,
     TABLES,
     Reading,
     Records,
@@ -43,7 +40,7 @@ from .rows import (
     table_of,
     unwrapped,
 )
-from .step_metrics import FIRST_OF, OF_STEPS, Record, plain_key, steps_of, tables_of_steps
+from .step_metrics import MEAN, Record, is_mean, plain_key, steps_of, tables_of_steps
 from .token_counts import CharsPerToken, NoTokenCounter
 
 Format = Literal["verl", "trl", "vllm", "csv", "metrics"]
@@ -60,13 +57,11 @@ _SNIFFED = 64
 _NAMED = 'give one list of all lengths, or objects that name them, such as {"rl_step": 1, "response_lengths": [5, 9]}'
 _SIZES = ("response_sizes", "response_tokens", "sizes", "tokens")
 _PROMPTS = ("prompt_sizes", "prompt_tokens")
-_MEANS = frozenset(FIRST_OF["mean"])
 _ENOUGH = {"mask", "response_ids", "all_ids", "logprobs", "response_text", "conversation", "total"}
 """Kinds of fields of which any has a response's length."""
 _OF_ONE = {"prompt_id", "sample", "finish_reason", "prompt_text", "response_text", "conversation", "mask",
            "response_ids"}  # fmt: skip
 """Kinds of fields that RL steps have not."""
-_STATISTICS = {"mean": "mean", "avg": "mean", "average": "mean", "max": "max", "min": "min"}
 CHARS_PER_TOKEN = 3.6
 """English prose in BPE tokens: for texts without a tokenizer."""
 
@@ -117,7 +112,7 @@ def _imported(source: Path | pd.DataFrame, reading: Reading, form: Format | None
     _check(reading, form, workers)
     if form == "metrics":
         assert path is not None
-        steps, notes = steps_of(_metrics(path))
+        steps, notes = steps_of(_metrics(path, reading.column))
         tables, assumed = tables_of_steps(steps, str(path), reading, notes)
         trace = _trace(path.resolve().name, form, tables, [*notes, *assumed], workers)
         return Imported.whole(_with_drafting(trace, reading))
@@ -152,9 +147,9 @@ def _imported(source: Path | pd.DataFrame, reading: Reading, form: Format | None
 
 def _check(reading: Reading, form: Format, workers: int | None) -> None:
     options = {
-        "a token counter": not isinstance(reading.tokens, NoTokenCounter), "a column of lengths": reading.column,
-        "a column of RL steps": reading.step_column, "a column of groups": reading.group_column,
-        "what lists are": reading.lists, "a unit of times": reading.time_unit,
+        "a token counter": not isinstance(reading.tokens, NoTokenCounter), "a column of RL steps": reading.step_column,
+        "a column of groups": reading.group_column, "what lists are": reading.lists,
+        "a unit of times": reading.time_unit,
     }  # fmt: skip
     for name, value in options.items():
         if value and form == "metrics":
@@ -325,13 +320,13 @@ def guess(path: Path, reading: Reading | None = None) -> Format:
         return _format_of_table(path, fields, reading) if fields else "csv"
     rows: list[Row] = []
     try:
-        rows = first_rows(path)
+        rows = _first_rows(path)
         return _format_of_records(path, rows, reading)
     except TraceError:
         if ending(path) == ".parquet":
             raise
         # Not records of responses: a log has metrics of RL steps somewhere in it, or there are numbers alone.
-        if is_metrics_log(path) and (not rows or any(not _MEANS.isdisjoint(r.values) for r in records_of(path))):
+        if is_metrics_log(path) and (not rows or any(_has_mean(record) for record in records_of(path))):
             return "metrics"
         if _numbers(path) is not None:
             return "csv"
@@ -340,7 +335,11 @@ def guess(path: Path, reading: Reading | None = None) -> Format:
         raise
 
 
-def first_rows(path: Path) -> list[Row]:
+def _has_mean(record: Record) -> bool:
+    return any(map(is_mean, record.values))
+
+
+def _first_rows(path: Path) -> list[Row]:
     """Return the first records of a file; TraceError where there is none."""
     rows: list[Row] = []
     try:
@@ -413,65 +412,38 @@ def _named(fields: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _statistic(name: str) -> str | None:
-    """The metric of RL steps that a column's name means, such as "response_length/mean" for `avg_output_len`."""
-    if (key := plain_key(name)) is not None:
-        return key
-    *before, last = [plain(part) for part in re.split(r"[/.]", name)]
-    for word, statistic in _STATISTICS.items():
-        base = before[-1] if last == word and before else last.replace(word, "", 1) if word in last else None
-        for kinds, metric in ((_SIZES, "response_length"), (_PROMPTS, "prompt_length")):
-            if base and any(base in NAMES[kind] for kind in kinds):
-                return f"{metric}/{statistic}"
-    return None
-
-
 def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading | None) -> bool:
-    """Return True if records are RL steps with a mean response length. TraceError where that is not decided."""
+    """Return True if records are RL steps with a mean response length. TraceError where that is not stated."""
     names = list(map(str, fields[0]))
+    kinds = {kind for name in names for kind in kind_of(name)}
     sizes = _of_kinds(names, _SIZES)
-    means = [n for n in names if _statistic(n) in (*FIRST_OF["mean"], "response_length/mean")]
-    if means and any("prompt_id" in kind_of(name) for name in names) and not sizes:
+    # Names of lengths are those of means where metrics such as `timing_s/step` are beside them.
+    are_metrics = any("/" in name and plain_key(name) for name in names)
+    means = [name for name in names if is_mean(name) and (are_metrics or name not in sizes)]
+    if means and "prompt_id" in kinds and not sizes:
         raise TraceError(f"{path}: {means[0]} by prompt: wanted a length of each response, or a mean of each RL step")
-    called = [name for name in means if re.search("mean|avg|average", name.lower())]
-    if called and (not sizes or any(map(plain_key, called))):
-        return True
-    if any(kind_of(name) & _OF_ONE for name in names):
-        return False
-    if any(name not in sizes or "/" in name for name in means) or (means and any(map(OF_STEPS.search, names))):
-        return True
-    for name in sizes:
-        values = [number(record.get(name)) for record in fields if not is_missing(record.get(name))]
-        steps = [record.get(step) for record in fields for step in matches(names, "rl_step")[:1]]
-        one_each = len(steps) > 1 and len({str(step) for step in steps}) == len(steps)
-        if one_each and any(value != np.floor(value) for value in values if np.isfinite(value)):
-            return True
-        if one_each and values and np.isfinite(values).all() and (reading is None or not reading.column):
+    if means or kinds & _OF_ONE or (reading is not None and reading.column):
+        return not kinds & _OF_ONE and bool(means)
+    steps = [str(record.get(step)) for record in fields for step in matches(names, "rl_step")[:1]]
+    for name in sizes if len(set(steps)) == len(steps) > 1 else ():
+        if not any(is_list(parsed(record.get(name))) for record in fields):
             raise TraceError(
                 f"{path}: column {name} has one number in each RL step, the length of one response or the mean of all: "
-                f"name it ({BY_OPTION.format('--format csv or --format metrics')})"
+                f"name it ({BY_OPTION.format(f'--format csv, or --format metrics --column {name}')})"
             )
     return False
 
 
-def _metrics(path: Path) -> Iterator[Record]:
-    """The records of a log; of a table of RL steps also those with other names than frameworks use."""
-    if path.is_dir() or ending(path) not in RECORDS:
+def _metrics(path: Path, mean: str | None) -> Iterator[Record]:
+    """The records of a log; of a table of RL steps those whose column `mean` has the mean length of responses."""
+    if mean is None:
         yield from records_of(path)
         return
-    try:
-        rows = first_rows(path)
-    except TraceError:
-        rows = []
-    names = list(dict.fromkeys(name for _, fields in rows for name in flat(fields)))
-    own = [name for name in names if _statistic(name) == "response_length/mean"] or _of_kinds(names, _SIZES)[:1]
-    if not own or any(plain_key(name) in FIRST_OF["mean"] for name in names):
-        yield from records_of(path)
-        return
-    called = {name: metric for name in names if (metric := _statistic(name))} | {own[0]: "response_length/mean"}
-    called |= dict.fromkeys(matches(names, "rl_step")[:1], "rl_step")
     for place, record in rows_of(path):
-        yield from from_fields(place, {called.get(name, name): value for name, value in flat(record).items()}, {})
+        fields = flat(record)
+        if mean not in fields:
+            raise TraceError(f"{path}, {place}: no column {mean!r}; there are: {', '.join(map(str, fields))}")
+        yield from from_fields(place, fields | {MEAN: fields[mean]}, {})
 
 
 def read(source: TraceSource) -> Trace:

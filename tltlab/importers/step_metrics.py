@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tltlab.arrays import Ints
+from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError, TraceError, did_you_mean
 from tltlab.records import frozen
 
-from .length_table import max_entropy_lengths, tables_of_lengths
+from .responses import tables_of_lengths
 from .rows import Reading
 
 STAGES = ("inference_s", "reward_s", "advantage_s", "train_s", "sync_s")
@@ -128,7 +128,9 @@ for _framework in FRAMEWORKS:
     for _name, _keys in _framework.fields.items():
         FIRST_OF[_name] = tuple(dict.fromkeys((*FIRST_OF.get(_name, ()), *_keys)))
 
-FIRST_OF["mean"] += FIRST_OF["sequence"]
+_MEANS = (*FIRST_OF["mean"], *FIRST_OF["sequence"])
+MEAN = "response_length/mean"
+"""Key of a mean length whose column a user names."""
 
 _OF_ENGINES = frozenset(key for framework in FRAMEWORKS if framework.advice for key in framework.keys)
 _KNOWN = frozenset(key for framework in FRAMEWORKS for key in framework.keys)
@@ -136,11 +138,7 @@ _ANY = {name: re.compile(pattern) for name, pattern in _TABLE["any"].items() if 
 _NO_SECONDS = _ANY.pop("no_seconds")
 _TIMERS = re.compile("|".join(sorted({framework.timers.pattern for framework in FRAMEWORKS})))
 _DRAFTER_TRAINING = _ANY["drafter_training"]
-OF_STEPS = re.compile(r"policy_loss|(^|/)loss$|grad_norm|(^|[/_])(lr|learning_rate)$|^timing|step_time")
-"""Names in records of RL steps, but not of responses, in addition to lengths."""
 _TRL_CALL = re.compile(r"^profiling/Time taken: \w+\.")
-_CHART = re.compile(r"^.* - (?=\S+$)")
-"""The run's name, which charts exported from W&B put before a key."""
 
 MOST_RESPONSES = 1 << 22
 """Most responses that lengths are made for, over all RL steps of a log: some 2 GB."""
@@ -154,11 +152,17 @@ def plain_key(key: str) -> str | None:
     A prefix `train/`, which TensorBoard and W&B have, is no part of it, nor what comes before the name of a call in
     TRL's `profiling/Time taken: GRPOTrainer.vLLM.generate`.
     """
-    key = _TRL_CALL.sub("profiling/", _CHART.sub("", key.strip()).removeprefix("train/"))
+    key = _TRL_CALL.sub("profiling/", key.strip().removeprefix("train/"))
     if key in _KNOWN or (_TIMERS.search(key) and not _NO_SECONDS.search(key)):
         return key
     is_any = any(pattern.search(key) for pattern in _ANY.values())
     return key if is_any and "val" not in key.split("/")[0] and not key.startswith("eval") else None
+
+
+def is_mean(name: str) -> bool:
+    """Return True if a metric is the mean length of an RL step's responses."""
+    key = plain_key(name)
+    return key is not None and (key in _MEANS or _ANY["mean"].search(key) is not None)
 
 
 @frozen
@@ -487,3 +491,93 @@ def _steps_table(steps: list[StepMetrics]) -> pd.DataFrame:
         table["drafter_version"] = version
         table["drafter_age"] = (table["rl_step"] - 1 - since).astype(np.float64)
     return table
+
+
+_STEEPEST = 700.0
+"""Largest decay over the range, in nats: e^-700 is the last that a double holds."""
+
+
+def max_entropy_lengths(
+    num: int, *, mean: float, least: int | None = None, most: int | None = None, cut: float = 0.0,
+    cap: int | None = None,
+) -> Ints:  # fmt: skip
+    """`num` lengths in tokens, ascending, whose sum is `mean` times `num`, rounded.
+
+    The maximum-entropy distribution on `least` (unknown: 1) .. `most` with this mean is the exponential cut off at both
+    ends (Jaynes 1957; Cover and Thomas, chapter 12); the lengths are its quantiles, so they are the same each time.
+    One response has the length `least` and one `most`, the extremes that the log states. Round(`cut` x
+    `num`) of them have the length `cap`, `most` by default. Without `most` the distribution has no upper end below
+    `cap`, and the longest is its last quantile. Raises ValueError where no such lengths exist.
+
+    >>> max_entropy_lengths(4, mean=30.0, least=10, most=80).tolist()
+    [10, 12, 18, 80]
+    """
+    low = 1 if least is None else least
+    if num < 1 or low < 1 or (most is not None and most < low):
+        raise ValueError(f"{num} lengths from {low} to {most} tokens")
+    if (longest := max(mean, low, most or 0, cap or 0)) >= 1 << 31:
+        raise ValueError(f"no response has {longest:.3g} tokens")
+    total = round(mean * num)
+    end = most if cap is None else cap
+    num_cut = 0 if end is None else min(num, round(cut * num))
+    fixed: list[int] = [] if end is None else [end] * num_cut
+    if most is not None and not num_cut:
+        fixed.append(most)
+    if least is not None and len(fixed) < num and least != most:
+        fixed.append(least)
+    fixed = fixed[:num]
+    free = num - len(fixed)
+    free_total = total - sum(fixed)
+    if most is not None:
+        # A response at the cap counts as cut, so the others stay below it.
+        high = max(low, most - 1) if num_cut and most == end else most
+    else:
+        # Practically no end: at 30 times the mean an exponential has 1e-13 of its mass left.
+        high = (cap - 1 if num_cut else cap) if cap is not None else low + max(1, int(30 * (free_total / max(free, 1))))
+    if (free == 0 and abs(free_total) > num) or (free and not free * low <= free_total <= free * high):
+        raise ValueError(
+            f"{num} responses of {low} to {most} tokens, {num_cut} of them cut at {end}, have no mean of {mean:g}"
+        )
+    drawn = _quantiles(free, free_total / free, float(low), float(high)) if free else np.zeros(0)
+    return np.sort(np.concatenate([_round_to_total(drawn, free_total), np.asarray(fixed, np.int64)])).astype(np.int64)
+
+
+def _quantiles(num: int, mean: float, low: float, high: float) -> Floats:
+    """Middles of `num` equal parts of the truncated exponential's mass, its decay such that their mean is `mean`."""
+    at = (np.arange(num) + 0.5) / num
+    width = high - low
+    if width <= 0 or mean <= low:
+        return np.full(num, low)
+    if mean >= high:
+        return np.full(num, high)
+
+    def lengths(decay: float) -> Floats:
+        """`decay` is in nats over the whole range; below zero long lengths are the likelier ones."""
+        if abs(decay) < 1e-9:
+            return low + width * at
+        values: Floats = low - width / decay * np.log1p(at * np.expm1(-decay))
+        return np.clip(values, low, high)
+
+    def off(decay: float) -> float:
+        return float(lengths(decay).mean()) - mean
+
+    from scipy.optimize import brentq  # takes longer to import than most commands that get here by way of others
+
+    if off(_STEEPEST) >= 0:
+        return lengths(_STEEPEST)
+    if off(-_STEEPEST) <= 0:
+        return lengths(-_STEEPEST)
+    return lengths(float(brentq(off, -_STEEPEST, _STEEPEST, xtol=1e-12)))
+
+
+def _round_to_total(values: Floats, total: int) -> Ints:
+    """Whole numbers nearest to `values`, in their range, that sum to `total`: the largest remainders are rounded up."""
+    if not len(values):
+        return np.zeros(0, np.int64)
+    whole = np.floor(values).astype(np.int64)
+    missing = total - int(whole.sum())
+    increment, remainder = divmod(missing, len(whole))
+    order = np.argsort(whole - values, kind="stable")
+    whole += increment
+    whole[order[:remainder]] += 1
+    return np.sort(whole)

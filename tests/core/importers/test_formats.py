@@ -264,7 +264,7 @@ def test_a_log_has_its_groups(tmp_path, column, values, group_size, expected):
         ({"output_tokens": 3, "words": 7}, ("prompt_tokens",)),
         ({"prompt_tokens": 4, "output_tokens": 1.5}, ("output_tokens", "1.5")),
         ({"prompt_tokens": 4, "output_tokens": 3, "start_time": "now"}, ("now", "start_time")),
-        ({"prompt_tokens": 4, "output_tokens": 3, "start_time": 101.0, "latency": -2.0}, ("99.0", "101.0")),
+        ({"prompt_tokens": 4, "output_tokens": 3, "start_time": 101.5, "latency": -2.5}, ("99.0", "101.5")),
     ],
 )
 def test_a_wrong_request_is_refused(tmp_path, row, facts):

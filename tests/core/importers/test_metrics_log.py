@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.refused import refused
 from tltlab.errors import ConfigError, TraceError
-from tltlab.importers.length_table import max_entropy_lengths
 from tltlab.importers.metrics_log import number
 from tltlab.importers.sources import guess, import_dump, read, read_lengths
+from tltlab.importers.step_metrics import max_entropy_lengths
 from tltlab.traces.metrics import mean_accept_length, rollout_s
 
 NUM, CAP = 64, 1024
@@ -217,22 +217,6 @@ def test_calls_timed_apart_belong_to_the_next_step(tmp_path, name):
         rows += [{"_step": 3 * step + n, "train/global_step": step - 1, call: 2.0 * step} for n in (0, 1)]
         rows.append({"_step": 3 * step + 2, "train/global_step": step, "train/completions/mean_length": 50.0})
     check(import_dump(exported(tmp_path / name, rows), responses=4), rl_step=[1, 2, 3], rollout_s=[4.0, 8.0, 12.0])
-
-
-def chart(path, *runs):
-    """A chart exported from W&B: the run's name before a key, extremes behind it."""
-    columns = {"Step": list(VERL)}
-    for run, key in itertools.product(runs, ("response_length/mean", "timing_s/gen")):
-        columns |= {f"{run} - {key}{end}": [of[key] for of in VERL.values()] for end in ("", "__MIN", "__MAX")}
-    pd.DataFrame(columns).to_csv(path, index=False)
-    return path
-
-
-def test_charts_exported_from_wandb_are_read(tmp_path):
-    gen = [of["timing_s/gen"] for of in VERL.values()]
-    check(import_dump(chart(tmp_path / "c.csv", "my-run_1")), rl_step=list(VERL), rollout_s=gen)
-    with refused(TraceError, naming=("response_length/mean", "runs")):
-        import_dump(chart(tmp_path / "c.csv", "run-a", "run-b"), form="metrics")
 
 
 def test_torn_row_of_table_is_left_out(tmp_path):

@@ -47,11 +47,7 @@ def of(tmp_path, records, **options):
         lambda n: {"completion_ids": ids(n), "prompt_ids": [1, 2]},
         lambda n: {"generated_token_ids": ids(n)},
         lambda n: {"responses": ids(n), "prompts": [1, 2]},
-        lambda n: {"token_ids": ids(n)},
-        lambda n: {"tokens": ids(n), "finish_reason": "stop"},
         lambda n: {"response_tokens": ids(n), "sample_idx": n},
-        lambda n: {"response_tokens": [*ids(n - 1), 150_000]},
-        lambda n: {"response_tokens": [*ids(n - 1), 2]},
         lambda n: {"tokens": [1, 2, 3, *ids(n)], "response_length": n},
         lambda n: {"tokens": [1, 2, 3, *ids(n)], "loss_mask": [1] * n},
         lambda n: {"tokens": ids(n), "response_length": n, "loss_mask": [1] * n, "reward": 0.5, "response": "x"},
@@ -71,12 +67,10 @@ def of(tmp_path, records, **options):
         lambda n: {"token_ids": [1, 2, *ids(n)], "token_loss_mask": [0, 0] + [1] * n, "input_lengths": n + 2},
     ],
     ids=[
-        "response_ids", "output_ids", "completion_ids", "generated", "responses", "token_ids", "one finish reason",
-        "one sample", "above vocabulary of lengths", "same end", "slime", "slime without length", "slime whole",
-        "openrlhf", "areal", "sglang",
-        "whole and response", "mask of padding", "mask without ones", "padded", "one id", "log-probs",
-        "pairs", "text and pairs", "vllm",
-        "areal dump", "nemo-rl",
+        "response_ids", "output_ids", "completion_ids", "generated", "responses", "one sample", "slime",
+        "slime without length", "slime whole", "openrlhf", "areal", "sglang", "whole and response", "mask of padding",
+        "mask without ones", "padded", "one id", "log-probs", "pairs", "text and pairs", "vllm", "areal dump",
+        "nemo-rl",
     ],
 )  # fmt: skip
 def test_lists_of_token_ids_are_counted(tmp_path, record):
@@ -118,18 +112,34 @@ def test_a_recorded_number_wins_over_its_list(tmp_path):
     [
         [{"step": 1, "response_tokens": [310, 4096, 95]}],
         [{"step": n, "tokens": [310, 4096, 95, 120]} for n in range(3)],
-        [{"lengths": [310, 95], "finish_reason": "stop"}],
-        [{"step": 1, "response_lengths": [310, 95], "response": "one text"}],
+        [{"response_tokens": [*ids(n - 1), 150_000]} for n in SIZES],
+        [{"response_tokens": [*ids(n - 1), 2]} for n in SIZES],
     ],
-    ids=["response_tokens", "tokens", "lengths of one response", "lengths beside a text"],
+    ids=["response_tokens", "tokens", "above vocabulary of lengths", "same end"],
 )
 def test_lists_of_two_readings_are_refused(tmp_path, records):
-    with refused(TraceError, naming=("records.jsonl", "310", "--lists lengths", "--lists ids")):
+    with refused(TraceError, naming=("records.jsonl", "--lists lengths", "--lists ids")):
         of(tmp_path, records)
     name = next(name for name, value in records[0].items() if isinstance(value, list))
     lists = [record[name] for record in records]
-    check(of(tmp_path, records, lists="ids"), response_tokens=list(map(len, lists)))
+    check(of(tmp_path, records, lists="ids", column=name), response_tokens=list(map(len, lists)))
     check(of(tmp_path, records, lists="lengths"), response_tokens=[n for one in lists for n in one])
+
+
+@pytest.mark.parametrize("record", [{"token_ids": ids(4)}, {"tokens": ids(4), "finish_reason": "stop"}])
+def test_tokens_of_prompt_or_response_are_refused(tmp_path, record):
+    name = next(iter(record))
+    with refused(TraceError, naming=(name, "--column")):
+        of(tmp_path, [record])
+    check(of(tmp_path, [record], column=name), response_tokens=[4])
+
+
+@pytest.mark.parametrize("more", [{"finish_reason": "stop"}, {"response": "one text"}], ids=["reason", "text"])
+def test_lengths_beside_one_response_are_refused(tmp_path, more):
+    record = {"step": 1, "response_lengths": [310, 95], **more}
+    with refused(TraceError, naming=(next(iter(more)), "--lists ids")):
+        of(tmp_path, [record])
+    check(of(tmp_path, [record], lists="ids"), response_tokens=[2])
 
 
 def test_a_batch_in_a_record_is_spread(tmp_path):
@@ -230,19 +240,14 @@ def test_a_column_that_is_not_there_is_named(tmp_path, option):
         of(tmp_path, NESTED, **{option: "usage.x"})
 
 
-@pytest.mark.parametrize("name", ["response_chars", "responseWords", "Latency (ms)", "generation_time", "score", "uid"])
-def test_a_lone_column_of_another_unit_is_refused(tmp_path, name):
+@pytest.mark.parametrize(
+    "name", ["response_chars", "responseWords", "Latency (ms)", "generation_time", "score", "uid", "n"]
+)
+def test_a_lone_column_of_another_name_is_refused(tmp_path, name):
     (tmp_path / "a.csv").write_text(f"{name}\n7\n9\n")
     with refused(TraceError, naming=("a.csv", name, "--column")):
         import_dump(tmp_path / "a.csv")
     check(import_dump(tmp_path / "a.csv", column=name), response_tokens=[7, 9])
-
-
-def test_a_lone_column_of_any_name_is_noted(tmp_path):
-    (tmp_path / "a.csv").write_text("n\n7\n9\n")
-    trace = import_dump(tmp_path / "a.csv")
-    check(trace, response_tokens=[7, 9])
-    assert trace.manifest.notes.startswith("n is taken")
 
 
 @pytest.mark.parametrize("mark", [",", ";", "\t"])

@@ -9,8 +9,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.data import prompts
-from tltlab.runtime.data.prompts import load_prompts, read_prompts, rows_of_file
+from tltlab.runtime.data.prompts import load_prompts, read_prompts
 from tltlab.runtime.recipe.sections import DataConfig
 
 ROWS = [{"prompt": "a bb", "answer": "1"}, {"prompt": "ccc", "answer": "2"}]
@@ -259,10 +258,3 @@ def test_an_unreadable_file_is_named(tmp_path, name):
         (tmp_path / f"bad.{suffix}").write_bytes(b"\xff\xfe\x00 no text")
     with refused(ConfigError, naming=(name,)):
         load_prompts(str(tmp_path / name), DataConfig(train="x"), Words())
-
-
-def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(prompts, "MOST_JSON_BYTES", 2 << 20)
-    (tmp_path / "a.jsonl").symlink_to("/dev/zero")
-    with refused(ConfigError, naming=("2", "MiB")):
-        list(rows_of_file(tmp_path / "a.jsonl"))

@@ -23,7 +23,7 @@ from tltlab.runtime.models.make import (
     make_tokenizer,
     pretrain,
 )
-from tltlab.runtime.models.measure import prompt_share, repeated_ngrams, sample
+from tltlab.runtime.models.measure import prompt_share, sample
 from tltlab.runtime.models.tasks import TASKS
 
 from ..small_models import small_shape
@@ -167,21 +167,9 @@ def test_sampling_follows_the_plain_model():
         assert response.clipped == (response.token_ids[-1] != 2)
 
 
-def test_entropy_is_that_of_the_distribution_sampled_from():
-    model = LlamaForCausalLM(LlamaConfig(**small_shape(vocab_size=64))).eval()
-    torch.nn.init.zeros_(model.lm_head.weight)
-    (response,) = sample(model, [[1, 5, 6]], temperature=1.0, max_tokens=3, seed=0)
-    assert response.entropies == pytest.approx([np.log(64)] * len(response.entropies))
-
-
 def test_the_prompts_share_of_variance_is_recovered():
     rng = np.random.default_rng(0)
     values = rng.normal(scale=3.0, size=(400, 1)) + rng.normal(size=(400, 8))
     assert prompt_share(values) == pytest.approx(0.9, abs=0.03)
     assert prompt_share(rng.normal(size=(400, 8))) < 0.05
     assert prompt_share(np.ones((3, 2))) == 0.0
-
-
-def test_repeated_ngrams_counts_what_came_before():
-    texts = ([1, 2, 3, 4, 5, 1, 2, 3, 4], [1, 1, 1, 1, 1, 1], [1, 2])
-    assert [repeated_ngrams(text) for text in texts] == [1, 2, 0]

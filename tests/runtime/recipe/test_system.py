@@ -122,8 +122,13 @@ def dry_run(capsys, *overrides):
 @pytest.mark.parametrize(
     ("system", "settings", "strategies", "says"),
     [
-        ("copris", {"rollout.max_draft_depth": 0, "rollout.partial.concurrency": 120}, ["none"], "OFF-POLICY"),
-        ("das", {}, ["suffix:8"], "rollout.system = das"),
+        (
+            "copris",
+            {"rollout.max_draft_depth": 0, "rollout.partial.concurrency": 120},
+            ["none"],
+            "rollout.partial.concurrency = 120",
+        ),
+        ("das", {}, ["suffix:8"], "drafts suffix:8"),
         ("areal", {"rollout.max_draft_depth": 0, "rollout.staleness": 4}, ["none"], "note: areal: an RL step"),
     ],
 )
