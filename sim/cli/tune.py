@@ -50,7 +50,7 @@ def tune(
 
     `simulate` and `train` take the file, export-policy turns it into settings of plain vLLM. Costs and acceptance are
     taken as right on all RL steps, save with --cost-error; `calibrate` and `verify` test whether they are.
-    Until all is done the trials are in OUT.trials, a study that Optuna's own tools read too.
+    Until all is done the trials' scores are in OUT.trials.
 
     Example: tltlab tune traces/subset-sum-small --out policy.json --trials 20
     """

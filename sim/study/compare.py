@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -130,7 +130,6 @@ def compare(
     systems: str | Sequence[str | System] | None = None,
     baseline: str | None = None,
     journal: Path | None = None,
-    done: Callable[[str], None] = lambda label: None,
     **settings: Any,
 ) -> Comparison:
     """Compare policies, or `systems` from the literature, on the same responses with common random numbers.
@@ -154,7 +153,7 @@ def compare(
 
     A step's repeats are averaged before resampling, since they share its lengths. Where `rl_steps` are left open in a
     trace of more than 24, a sample is simulated (`tltlab.sim.study.sample`), of each point its own. `journal` is a file
-    in which finished cells are kept, from which an interrupted comparison continues; `done` receives each.
+    in which finished cells are kept, from which an interrupted comparison continues.
 
     `attrs` has `axes`, `baseline`, `num_rl_steps` of the trace's `num_rl_steps_of`, `num_workers`, `num_gpus`, the
     names of `costs` and `acceptance`, `evidence` (`Scenario.evidence`), of the baseline and the fastest the largest
@@ -186,7 +185,7 @@ def compare(
         asked = {name: value for name, value in to_json(config).items() if value is not None and name not in axes}
         policies_json = {name: policy.model_dump(mode="json") for name, policy in chosen.items()}
         asked.pop("jobs", None)
-        kept = Journal(path=journal, question=json.dumps([*about, asked, policies_json], sort_keys=True), done=done)
+        kept = Journal(path=journal, question=json.dumps([*about, asked, policies_json], sort_keys=True))
     rows_of: dict[int, list[dict[str, Any]]] = {}
     attrs: dict[str, Any] = {}
     failed: dict[str, str] = {}

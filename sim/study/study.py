@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -190,7 +190,8 @@ class Study:
             policies.setdefault(id(cell.scenario), []).append(cell.policy)
         for scenario in {id(cell.scenario): cell.scenario for cell in self.cells}.values():
             scenario.check_acceptance(policies[id(scenario)])
-        found: dict[int, list[Row]] = {} if journal is None else journal.of(self.cells)
+        journal, keys = journal or Journal(), [_key(cell) for cell in self.cells]
+        found: dict[int, list[Row]] = {at: journal.known[key] for at, key in enumerate(keys) if key in journal.known}
         failed: dict[str, TltlabError] = {}
         # The longest begin first: the last to end then ends about when the others do.
         seconds = [cell.expected_s for cell in self.cells]
@@ -202,8 +203,7 @@ class Study:
                 failed[self.cells[at].label] = result
                 continue
             found[at] = result
-            if journal is not None:
-                journal.add(self.cells[at], result)
+            journal.add(keys[at], result)
         if failed and not found:
             raise next(iter(failed.values()))
         rows = [row for at in range(len(self.cells)) for row in self._labelled(at, found.get(at, ()))]
@@ -280,20 +280,19 @@ def _pickled(scenario: Scenario) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Journal:
-    """A file of finished cells, so that an interrupted study continues, also with more cells.
+    """Results by key, in a file so that interrupted work continues, also with more of it.
 
-    `question` stands for all that the rows depend on beside the cells' names and axes. Raises ConfigError for a file of
-    another question.
+    `question` stands for all that the results depend on beside their keys. Nothing is written without a `path`. Raises
+    ConfigError for a file of another question.
     """
 
-    path: Path
-    question: str
-    done: Callable[[str], None] = lambda label: None
+    path: Path | None = None
+    question: str = ""
 
     @cached_property
-    def _rows(self) -> dict[str, list[Row]]:
-        """Rows by key; a last line that was cut off is ignored."""
-        if not self.path.exists():
+    def known(self) -> dict[str, Any]:
+        """Results by key; a last line that was cut off is ignored."""
+        if self.path is None or not self.path.exists():
             self._append(self.question)
             return {}
         try:
@@ -303,28 +302,22 @@ class Journal:
         head, *lines = text.splitlines(keepends=True) or [""]
         if head.rstrip("\n") != self.question:
             raise ConfigError(
-                f"{self.path} is of another comparison (trace, settings or policies): delete it, or name another --out"
+                f"{self.path} is of another question (trace, settings or policies): delete it, or name another --out"
             )
         if lines and not lines[-1].endswith("\n"):
             self.path.write_text(head + "".join(lines[:-1]), encoding="utf-8")
             lines = lines[:-1]
         return dict(parse_json(line) for line in lines)
 
-    def of(self, cells: Sequence[Cell]) -> dict[int, list[Row]]:
-        """Rows of the cells that are there, by place."""
-        known = {at: self._rows.get(_key(cell)) for at, cell in enumerate(cells)}
-        found = {at: rows for at, rows in known.items() if rows is not None}
-        for at in found:
-            self.done(cells[at].label)
-        return found
-
-    def add(self, cell: Cell, rows: list[Row]) -> None:
-        """Write a finished cell."""
-        self._rows[_key(cell)] = rows
-        self._append(json.dumps([_key(cell), rows]))
-        self.done(cell.label)
+    def add(self, key: str, result: Any) -> None:
+        """Write a result."""
+        self.known[key] = result
+        if self.path is not None:
+            self._append(json.dumps([key, result]))
 
     def _append(self, line: str) -> None:
+        if self.path is None:
+            return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:

@@ -36,7 +36,7 @@ from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import DEPTHS, Scenario, policy_name
 from tltlab.sim.study.band import InputErrors
 from tltlab.sim.study.sample import ALL_OF, FIRST, small, spread
-from tltlab.sim.study.study import Cell, Study
+from tltlab.sim.study.study import Cell, Journal, Study
 from tltlab.stats import Interval
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
@@ -351,12 +351,12 @@ def tune(
             return {name: part.score(makespans[name], plain) for name in new}
 
         fluid_scores = sorted((name, f"{value:.9g}") for name, value in searched.items())
-        identity = hashlib.sha256(repr([fluid_scores, seeds, config.max_buckets, config.search]).encode()).hexdigest()
+        question = hashlib.sha256(repr([fluid_scores, seeds, config.max_buckets, config.search]).encode()).hexdigest()
+        scored = Journal(path=journal, question=question)
         for name, space in spaces.items():
             on_stage(f"{config.trials} settings of {name} in {mode} mode")
             found[name] = search(
-                space, score, trials=config.trials, seed=config.seed, fits=config.holds, done=done, journal=journal,
-                identity=identity, study_name="tltlab tune" + f" {name}" * bool(config.search),
+                space, score, trials=config.trials, seed=config.seed, fits=config.holds, done=done, journal=scored
             )  # fmt: skip
         runners = {str(trial.policy): trial.policy for tried in found.values() for trial in _racers(tried)}
         on_stage(f"{len(runners)} of these settings race in sampled mode")

@@ -19,6 +19,7 @@ from tltlab.calibration.api import calibrate
 from tltlab.costs.deployment import Deployment
 from tltlab.errors import TraceError
 from tltlab.lengths.generate import log_normal
+from tltlab.sim.study.jobs import counted
 from tltlab.sim.study.study import Cell
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -142,17 +143,16 @@ def test_heat_maps_have_panels_or_rows_of_policies():
 
 
 def test_an_interrupted_comparison_continues_with_more_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    journal, finished, simulated = tmp_path / "deep" / "s.cells", [], []
+    journal, simulated = tmp_path / "deep" / "s.cells", []
     rows = Cell.rows
     monkeypatch.setattr(Cell, "rows", lambda cell: (simulated.append(cell.label), rows(cell))[1])
 
-    def twice(label: str) -> None:
-        finished.append(label)
-        if len(finished) == 2:
+    def twice() -> None:
+        if len(simulated) == 3:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        compare(FRAME, "ngram:4", **GRID, journal=journal, done=twice)
+    with pytest.raises(KeyboardInterrupt), counted(twice):
+        compare(FRAME, "ngram:4", **GRID, journal=journal)
     with journal.open("a") as file:
         file.write('["half a li')  # as a killed process leaves it
     more = GRID | {"workers": [1, 2, 3]}

@@ -547,7 +547,7 @@ def test_interrupted_tuning_finds_what_it_would_have_found(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         tune(SHORT, **settings, journal=journal, done=interrupted)
     with journal.open("a") as file:
-        file.write('{"op_code": 8, "half')
+        file.write('["half')
     scored: list[int] = []
     makespans = TuningCases.makespans
 
@@ -562,7 +562,7 @@ def test_interrupted_tuning_finds_what_it_would_have_found(tmp_path: Path):
         tune(SHORT, **settings)
     assert resumed.trials == whole.trials
     assert resumed.candidates == whole.candidates
-    assert 1 <= sum(scored) - again <= 6
+    assert 6 <= sum(scored) - again <= 8
     assert [trial.number for trial in sorted(whole.trials, key=lambda t: t.number)] == list(range(9))
     with refused(ConfigError):
         tune(SHORT, **settings | {"acceptance": "geometric:0.6"}, journal=journal)
@@ -572,10 +572,11 @@ def test_the_command_resumes_and_writes_policy_and_picture(tmp_path: Path, capsy
     out, plot = tmp_path / "policy.json", tmp_path / "history.png"
     journal = tmp_path / "policy.json.trials"
     args = ("tune", TINY, "--out", out, "--trials", 2, "--repeats", 1, "--depths", 4, "--max-buckets", 2)
-    journal.touch()
+    journal.write_text("another\n")
     for options, message in (((), "--resume"), (("--resume", "--plot", "x.pdf"), ".png or .svg")):
         code, _, told = typed(capsys, *args, *options)
         assert (code, message in told) == (2, True)
+    journal.unlink()
     code, shown, _ = typed(capsys, *args, "--resume", "--plot", plot, "--json")
     told = json.loads(shown)
     assert code == 0
