@@ -103,17 +103,15 @@ def compared(cells: Sequence[Cell], table: pd.DataFrame, nominal: Scenario, base
     means = counted.groupby([kind, "rl_step"], sort=False).mean(numeric_only=True)
     names = [name for name in dict.fromkeys(cell.name for cell in cells) if name in means.index.get_level_values(0)]
     of_name = {name: means.loc[[name]].droplevel(0).sort_index() for name in names}
-    base, bounds = of_name.get(baseline), _Bounds(nominal)
-    return [_row(first[name], of_name[name], base, bounds, nominal, kind) for name in names]
+    base = of_name.get(baseline)
+    return [_row(first[name], of_name[name], base, nominal, kind) for name in names]
 
 
-def _row(
-    cell: Cell, steps: pd.DataFrame, base: pd.DataFrame | None, bounds: _Bounds, nominal: Scenario, kind: str
-) -> dict[str, Any]:
+def _row(cell: Cell, steps: pd.DataFrame, base: pd.DataFrame | None, nominal: Scenario, kind: str) -> dict[str, Any]:
     seed, bound = nominal.seed, cell.system
     column = _columns(steps)
     per_s = _per_second(column)
-    bounds_s = bounds.of(cell)
+    bounds_s = cell.bounds_s(nominal)
     shares = {
         "bubble_fraction": _share(column["idle_s"], column["worker_s"], seed),
         "off_policy_share": _share(column["old_tokens"], column["tokens"], seed),
@@ -157,30 +155,6 @@ def _about(bound: BoundSystem, row: Mapping[str, Any], column: Mapping[str, Floa
         "stand_ins": bound.stand_ins,
         "defaults": bound.defaults,
     }
-
-
-class _Bounds:
-    """Clairvoyant bounds of a point's RL steps, where every request gains what is expected.
-
-    The bound of a row is over every chain that the acceptance of the point covers and what the row drafts itself, so it
-    does not depend on the rows beside it.
-    """
-
-    def __init__(self, nominal: Scenario) -> None:
-        self.nominal = nominal
-        self._known: dict[Any, tuple[Scenario, Floats]] = {}
-
-    def of(self, cell: Cell) -> Floats | None:
-        """Return the bounds; None where `Cell.bounding` has none."""
-        if (found := cell.bounding(self.nominal)) is None:
-            return None
-        scenario, strategies = found
-        key = frozenset(strategies), id(scenario.acceptance)
-        if key not in self._known:
-            drafters = scenario.registry_of({cell.name: cell.policy})
-            # Scenarios keep the models alive whose ids are used.
-            self._known[key] = scenario, np.array(scenario.bounds_s(strategies, drafters))
-        return self._known[key][1]
 
 
 def _columns(steps: pd.DataFrame) -> dict[str, Floats]:

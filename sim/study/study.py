@@ -3,7 +3,8 @@
 A `Study` has cells and fills one long table, a row per cell and RL step, by a backend: "simulated" here, "played" on
 real engines (`tltlab.sim.verification.played`). Everything else is a reducer over that table (`reduce`, `band`).
 
-Columns of the table (`COLUMNS`), beside a column for each axis of the cells:
+Columns of the table (`COLUMNS`), beside a column for each axis of the cells; those of a played rollout are the first
+four, drafters and acceptance:
 
     cell, policy or system   place of the cell in the study, and its name
     backend                  simulated or played
@@ -35,16 +36,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tltlab.arrays import Floats
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError, InputError, TltlabError, one_line
 from tltlab.files import parse_json
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.policies.policy import Policy
 from tltlab.sim.rl_steps import RunResult, run_steps
-from tltlab.sim.scenario import Scenario, budgets_of, is_memoryless
+from tltlab.sim.scenario import Scenario, is_memoryless
 from tltlab.sim.simulate import SimResult, simulated
 from tltlab.sim.topology import Colocated, Topology
-from tltlab.strategy import Strategy
 from tltlab.traces.trace import Manifest
 
 from .jobs import side_by_side
@@ -105,28 +106,18 @@ class Cell:
         manifest = self.manifest or Manifest(kind="simulated", num_workers=self.scenario.workers)
         result = simulated(self.scenario, self.policy, self.name, manifest, record_iterations)
         if self.nominal is not None:
-            result = replace(result, bounds_s=self._bounds_s)
+            result = replace(result, bounds_s=partial(self.bounds_s, self.nominal))
         if self.stages is None:
             return result, None
         topology = self.topology or Colocated(gpus_per_worker=self.scenario.costs.tensor_parallel)
         changes = {} if self.system is None else {n: getattr(self.system.system, n) for n in ("fused", "streamed")}
         return result, run_steps(result, self.stages, topology=topology, num_updates=self.num_updates, **changes)
 
-    def bounding(self, nominal: Scenario) -> tuple[Scenario, list[Strategy]] | None:
-        """Return `Scenario.bounding` of a nominal scenario.
-
-        None under a per-request budget, and for a system that rolls out other work.
-        """
-        if budgets_of(self.policy, 1) or (self.system is not None and not self.system.system.same_work):
+    def bounds_s(self, nominal: Scenario) -> Floats | None:
+        """Return `Scenario.bound_of` a nominal scenario; None for a system that rolls out other work."""
+        if self.system is not None and not self.system.system.same_work:
             return None
-        return nominal.bounding(self.policy, self.scenario.acceptance)
-
-    def _bounds_s(self) -> list[float] | None:
-        assert self.nominal is not None
-        if (found := self.bounding(self.nominal)) is None:
-            return None
-        scenario, strategies = found
-        return scenario.bounds_s(strategies, scenario.registry_of({self.name: self.policy}))
+        return nominal.bound_of(self.policy, self.scenario.acceptance)
 
     def makespans(self) -> list[Row]:
         """Return rows with the makespan alone; the macro-steps of a rollout are not kept."""
@@ -331,6 +322,6 @@ def _key(cell: Cell) -> str:
     return json.dumps([cell.name, dict(cell.axes), cell.scenario.seed, rl_steps], sort_keys=True, default=str)
 
 
-def by_rl_step(table: pd.DataFrame, value: str) -> dict[int, np.ndarray[Any, np.dtype[np.float64]]]:
+def by_rl_step(table: pd.DataFrame, value: str) -> dict[int, Floats]:
     """Return the values of each cell in the order of its RL steps."""
     return {int(str(cell)): rows[value].to_numpy(np.float64) for cell, rows in table.groupby("cell", sort=False)}

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.load import DEFAULT, EARLIER, WITH_EPOCHS
+from tltlab.importers.sources import Imported
 from tltlab.importers.step_metrics import SEVERAL_TURNS
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableSpec
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.scenario import Scenario, policy_name
-from tltlab.sim.simulate import simulated
+from tltlab.sim.simulate import SimResult, outside_calibration, simulated
 from tltlab.sim.tuning.drafter_training import DrafterTraining
-from tltlab.stats import Interval
 from tltlab.traces.trace import Manifest, Trace
 
-from .band import Band, Times
-from .logged import Running, ShareOf
+from .band import SpeedUp, Times
+from .logged import LoggedRun, Running
 from .reduce import Comparison
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LEAST, MOST = 0.5, 0.85
@@ -33,22 +34,17 @@ WITHOUT_TRAINING, WITH_TRAINING = "without_training", "with_training"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """The best table of one drafter, and its speed-up over plain decoding; intervals are 95 %, of draws only.
+class Answer(SpeedUp):
+    """The best table of one drafter, and its speed-up over plain decoding.
 
-    `rl_step` and its band are None where the other stages' costs are unknown. `placement_gain` is the rollout's time
-    over that under a placement by expected lengths, `accept` the chance that a drafted token is accepted, None where it
-    is not the same for all, and `acceptance` what was granted in words.
+    `placement_gain` is the rollout's time over that under a placement by expected lengths, `accept` the chance that a
+    drafted token is accepted, None where it is not the same for all, and `acceptance` what was granted in words.
     """
 
     drafter: str
     trained: bool
     policy: Policy
     times: Times
-    rollout: Interval
-    rl_step: Interval | None
-    band: Band
-    rl_step_band: Band | None
     placement_gain: float
     accept: float | None
     acceptance: Mapping[str, str]
@@ -83,52 +79,99 @@ class Answer:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class WhatIf:
     """The answer. Of `answers` the first is what needs no training, where there is one, and is what the rest is about.
 
-    `by_accept` are the times of its drafter's best tables by acceptance; `with_epochs` is the speed-up with drafts from
-    earlier epochs of the same prompts, None where that is no question. `systems` are rows of `compare`, those of the
-    answers' tables among them. `used` maps columns of a trace to the source's, `ignored` are its others. `recorded` is
-    true where the trace has the acceptance. `plain_s` is a rollout's mean seconds without speculation, `rollout_share`
-    its share of the RL step, which is the log's or follows from assumed stages (`share_of`); `running` compares with
-    what a log's own run drafts with. `crowded_share` is the share of worker time with more requests than the policy
-    drafts for. `training` is what training the drafter would bring, None where the trace does not know. `num_rl_steps`
-    were simulated, `is_sampled` if they are a sample. `example` is the RL step of median rollout time, `config` are the
-    settings that were asked for.
+    `source` is what was read, `config` are the settings that were asked for. `scenario` has the RL steps that were
+    simulated, `plain` those rollouts without speculation, of the seconds `base`. `by_accept` are the times of the first
+    answer's drafter's best tables by acceptance; `with_epochs` is the speed-up with drafts from earlier epochs of the
+    same prompts, None where that is no question. `systems` are rows of `compare`, those of the answers' tables among
+    them. `recorded` is true where the trace has the acceptance. `running` compares with what a log's own run drafts
+    with. `training` is what training the drafter would bring, None where the trace does not know.
     """
 
-    trace: Trace
-    used: Mapping[str, str]
-    ignored: Sequence[str]
-    setting: str
-    costs_name: str
-    distance: str
-    evidence: str
-    workers: int
+    source: Imported
+    config: SimulationConfig
+    logged: LoggedRun
+    scenario: Scenario
+    plain: SimResult
+    base: Times
     answers: tuple[Answer, ...]
     by_accept: Mapping[float, Times]
     with_epochs: float | None
-    plain_s: float
-    rollout_share: float | None
-    share_of: ShareOf | None
-    crowded_share: float
     running: Running | None
-    training: DrafterTraining | None
     systems: Comparison
     recorded: bool
     decision_block: int
-    num_rl_steps: int
-    is_sampled: bool
-    wall_s: float
-    example: Scenario = field(repr=False)
-    config: SimulationConfig = field(repr=False)
-    notes: tuple[str, ...] = field(default=())
+    training: DrafterTraining | None = None
+    wall_s: float = 0.0
+
+    @property
+    def trace(self) -> Trace:
+        return self.source.trace
 
     @property
     def best(self) -> Answer:
         """The answer that needs no training, else the only one."""
         return self.answers[0]
+
+    @property
+    def is_sampled(self) -> bool:
+        """True if the RL steps that were simulated may be a sample."""
+        return self.logged.scenarios.is_sampled
+
+    @property
+    def setting(self) -> str:
+        """The machine, or its costs."""
+        machine = self.logged.scenarios.machine
+        return machine.name if machine else f"costs {self.scenario.costs_name}"
+
+    @property
+    def _evidence(self) -> dict[str, Any]:
+        return self.scenario.evidence(self.best.policy.strategies)
+
+    @property
+    def evidence(self) -> str:
+        """What the costs were measured on."""
+        is_known = self.scenario.costs.evidence is not None
+        return str(self._evidence["says"]) if is_known else f"costs {self.scenario.costs_name}"
+
+    @property
+    def distance(self) -> str:
+        """How near the measurements of the costs are, without a profile whether the fit covered what is simulated."""
+        if self.scenario.costs.evidence is not None:
+            return str(self._evidence["distance"])
+        if self.scenario.costs.calibrated is None:
+            return "never measured"
+        outside = outside_calibration(self.scenario, self.plain.rollouts)
+        return "interpolated" if outside else "measured together"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was read, measured or assumed."""
+        machine = self.logged.scenarios.machine
+        acceptance = f"acceptance: {self.scenario.acceptance_name}"
+        return (*self.source.notes, *self.logged.notes, acceptance, *(machine.assumed if machine else ()))
+
+    @property
+    def rollout_share(self) -> float | None:
+        """The rollout's share of the RL step: the log's, else it follows from assumed stages (`share_of`)."""
+        if self.logged.share is not None or self.base.step_s is None:
+            return self.logged.share
+        return float(self.base.rollout_s.sum() / self.base.step_s.sum())
+
+    @cached_property
+    def crowded_share(self) -> float:
+        """Share of busy worker time, without speculation, at batch sizes where the policy drafts nothing."""
+        firsts = np.array([row.min_batch for row in self.best.rows])
+        drafts = np.array([row.strategy.speculates for row in self.best.rows])
+        crowded = total = 0.0
+        for columns in (log.columns for rollout in self.plain.rollouts for log in rollout.logs):
+            row = np.searchsorted(firsts, columns.batch, side="right") - 1
+            total += float(columns.seconds.sum())
+            crowded += float(columns.seconds[~drafts[row]].sum())
+        return crowded / total if total else 0.0
 
     @property
     def verdict(self) -> str:
@@ -200,7 +243,7 @@ class WhatIf:
         """The policy of the best answer, with its provenance."""
         best = self.best
         return best.policy.with_provenance(
-            trace=[self.trace.manifest.name], machine=self.setting, costs=[self.costs_name],
+            trace=[self.trace.manifest.name], machine=self.setting, costs=[self.scenario.costs_name],
             acceptance=[" and ".join(best.acceptance.values())], seed=self.config.seed,
             num_rl_steps=[len(self.trace.rl_steps)], makespan_s=float(best.times.rollout_s.mean()),
             compared_with="none", band={"rollout": [best.band.low, best.band.high]}, simulated=True,
@@ -213,8 +256,7 @@ class WhatIf:
         for answer in self.answers:
             for drafter, text in answer.acceptance.items():
                 if f"({DEFAULT}" in text:
-                    part = next(part for part in answer.band.parts if part.name == "acceptance")
-                    ends = answer.band.of_part(part)
+                    ends = answer.band.of_input("acceptance")
                     effect = f"rollout {ends[0]:.2f}x to {ends[1]:.2f}x"
                     rows.append({"what": f"acceptance of {drafter}", "value": text, "effect": effect})
         if self.with_epochs is not None:
@@ -228,10 +270,12 @@ class WhatIf:
 
     def timelines(self) -> tuple[Trace, Trace]:
         """Simulate the RL step of median rollout time without speculation and under the policy that was found."""
-        manifest, found = Manifest(kind="simulated", num_workers=self.workers), self.best.policy
-        return simulated(self.example, load_policy("none"), "none", manifest).trace, simulated(
-            self.example, found, policy_name(found), manifest
-        ).trace
+        manifest, found = Manifest(kind="simulated", num_workers=self.scenario.workers), self.best.policy
+        # The lower of two.
+        median = int(np.argsort(self.base.rollout_s, kind="stable")[(len(self.base.rollout_s) - 1) // 2])
+        example = self.logged.scenarios.of([self.scenario.steps[median].rl_step])
+        plain = simulated(example, load_policy("none"), "none", manifest)
+        return plain.trace, simulated(example, found, policy_name(found), manifest).trace
 
     def to_frame(self) -> pd.DataFrame:
         """The systems, one row each."""
@@ -240,17 +284,15 @@ class WhatIf:
     def json(self) -> dict[str, Any]:
         """The keys of `tltlab what-if --json`, without the systems' rows; `policy` is what a policy file holds."""
         best, whole = self.best, self._speed_ups(whole=True)
-        return {
-            "verdict": self.verdict,
+        names = ("verdict", "setting", "distance", "evidence", "with_epochs", "assumed", "rollout_share",
+                 "crowded_share", "decision_block", "wall_s")  # fmt: skip
+        return {name: getattr(self, name) for name in names} | {
             "answers": {WITH_TRAINING if a.trained else WITHOUT_TRAINING: a.json() for a in self.answers},
-            "num_rl_steps": self.num_rl_steps,
+            "num_rl_steps": len(self.scenario.steps),
             "num_rl_steps_of": len(self.trace.rl_steps),
             "num_responses": self.trace.num_rows("outcomes"),
-            "num_workers": self.workers,
-            "setting": self.setting,
-            "costs": self.costs_name,
-            "distance": self.distance,
-            "evidence": self.evidence,
+            "num_workers": self.scenario.workers,
+            "costs": self.scenario.costs_name,
             "accept": best.accept,
             "drafters": [best.drafter],
             "acceptance": dict(best.acceptance),
@@ -263,70 +305,42 @@ class WhatIf:
                 {"accept": at, "rollout": {"mean": mean}, "rl_step": {"mean": whole[at]} if at in whole else None}
                 for at, mean in self._speed_ups().items()
             ],
-            "with_epochs": self.with_epochs,
-            "assumed": self.assumed,
-            "makespan_s": self.plain_s,
-            "rollout_share": self.rollout_share,
-            "share_of": self.share_of,
+            "makespan_s": self.plain.makespan_s,
+            "share_of": self.logged.share_of,
             "running": self.running and self.running.json(),
-            "crowded_share": self.crowded_share,
-            "drafter_training": None if self.training is None else self.training.json(),
+            "drafter_training": self.training and self.training.json(),
             "policy": self.policy.model_dump(mode="json"),
             "drafting": [{"min_batch": row.min_batch, "strategy": str(row.strategy)} for row in best.rows],
-            "columns": {"used": dict(self.used), "ignored": list(self.ignored)},
-            "decision_block": self.decision_block,
+            "columns": {"used": dict(self.source.used), "ignored": list(self.source.ignored)},
             "notes": list(self.notes),
-            "wall_s": self.wall_s,
         }
 
     def plot(self) -> Figure:
-        """The answers with their ranges; speed-ups by acceptance, where it is not known; and the systems' rollouts."""
+        """The answers with their ranges, the first also at other acceptance where that is known; systems' rollouts."""
         from matplotlib.figure import Figure
 
         from tltlab.charts import bars
 
-        points = self._speed_ups()
+        drawn = {f"rollout, {answer.drafter}": (answer.band.estimate, answer.band) for answer in self.answers}
+        if (whole := self.best.rl_step_band) is not None:
+            drawn[f"RL step, {self.best.drafter}"] = (whole.estimate, whole)
+        others = {at: ratio for at, ratio in self._speed_ups().items() if at != self.best.accept}
+        speed_ups = {name: estimate for name, (estimate, _) in drawn.items()}
+        speed_ups |= {f"{100 * at:.0f} % of {self.best.drafter}'s accepted": ratio for at, ratio in others.items()}
+        low, high = (
+            [getattr(band, end) for _, band in drawn.values()] + [None] * len(others) for end in ("low", "high")
+        )
         # The systems' bars have room for their names, which are 9 points high.
-        heights = (1.4, *((2.8,) if points else ()), 0.8 + 0.22 * len(self.systems))
+        heights = 0.8 + 0.22 * len(speed_ups), 0.8 + 0.22 * len(self.systems)
         figure = Figure(figsize=(7.2, sum(heights) + 0.4), layout="constrained")
-        top, *curves, below = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-        drawn = {f"rollout, {answer.drafter}": answer.band for answer in self.answers}
-        if self.best.rl_step_band is not None:
-            drawn[f"RL step, {self.best.drafter}"] = self.best.rl_step_band
-        bars(list(drawn), [b.estimate for b in drawn.values()], [b.low for b in drawn.values()],
-             [b.high for b in drawn.values()], xlabel="speed-up, with its 90 % range", reference=1.0, axes=top,
-             title=f"With speculation: {self.setting} (simulated)")  # fmt: skip
-        for axes in curves:
-            self._plot_by_accept(axes)
+        top, below = figure.subplots(2, 1, height_ratios=heights)
+        bars(list(speed_ups), list(speed_ups.values()), low, high, xlabel="speed-up, with its 90 % range",
+             reference=1.0, axes=top, title=f"With speculation: {self.setting} (simulated)")  # fmt: skip
         frame = self.to_frame()
         bars(frame["title"].tolist(), frame["speed_up"].tolist(), frame["speed_up_low"].tolist(),
              frame["speed_up_high"].tolist(), xlabel="speed-up of the rollout over VeRL's (intervals: draws only)",
              title="Systems (simulated)", reference=1.0, axes=below)  # fmt: skip
         return figure
-
-    def _plot_by_accept(self, above: Axes) -> None:
-        """Draw speed-ups over acceptance, and the range at the acceptance of the verdict."""
-        from tltlab.charts import COLORS, DASHES, finish
-
-        best = self.best
-        bands = {"rollout": best.band, "RL step": best.rl_step_band}
-        for i, ((name, band), points) in enumerate(
-            zip(bands.items(), (self._speed_ups(), self._speed_ups(whole=True)), strict=True)
-        ):
-            if not points or band is None:
-                continue
-            above.plot(list(points), list(points.values()), color=COLORS[i], linestyle=DASHES[i], marker="o",
-                       markersize=4, label=name)  # fmt: skip
-            # Two ranges at one acceptance stand side by side.
-            at, away = (
-                (best.accept or 0.0) + 0.004 * (2 * i - 1),
-                [[band.estimate - band.low], [band.high - band.estimate]],
-            )
-            above.errorbar([at], [band.estimate], yerr=away, color=COLORS[i], capsize=3, fmt="none")
-        above.axhline(1.0, color="#a0452a", linewidth=1.0, linestyle=(0, (4, 2)))
-        above.legend(fontsize=8, frameon=False)
-        finish(above, title="By acceptance; the 90 % range where the verdict is", grid="both",
-               xlabel=f"tokens drafted by {best.drafter} that are accepted, each", ylabel="speed-up")  # fmt: skip
 
     def __repr__(self) -> str:
         return f"<WhatIf: {self.verdict}>"

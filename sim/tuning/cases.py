@@ -14,7 +14,7 @@ import numpy as np
 from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.sim.scenario import Scenario, budgets_of
+from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.band import InputErrors, at_range_ends
 from tltlab.sim.study.sample import spread
 from tltlab.sim.study.study import Cell, Study, by_rl_step
@@ -88,10 +88,10 @@ class TuningCases:
             return f"largest ratio to plain decoding over {len(self.cases)} cases, simulated"
         return "mean makespan of the RL steps, simulated"
 
-    @property
+    @cached_property
     def nominal(self) -> tuple[TuningCase, ...]:
         """One case per trace, under the costs as they were given."""
-        return self._nominal
+        return tuple({case.trace: case for case in reversed(self.cases)}.values())[::-1]
 
     def some(self, share: float, least: int) -> TuningCases:
         """This share of each case's RL steps, `least` or more, spread over them."""
@@ -164,25 +164,10 @@ class TuningCases:
         }
 
     def bounds_s(self, policy: Policy) -> Floats | None:
-        """Return the bound of each nominal RL step to which the policy's regret is; None under a per-request budget."""
-        if budgets_of(policy, 1):
-            return None
-        bounds = []
-        for case in self.nominal:
-            scenario, strategies = case.scenario.bounding(policy)
-            if (key := (id(case), frozenset(strategies))) not in self._bounds:
-                drafters = scenario.registry_of({"": policy})
-                self._bounds[key] = np.array(scenario.bounds_s(strategies, drafters))
-            bounds.append(self._bounds[key])
-        return np.concatenate(bounds)
-
-    @cached_property
-    def _bounds(self) -> dict[Any, Floats]:
-        return {}
-
-    @cached_property
-    def _nominal(self) -> tuple[TuningCase, ...]:
-        return tuple({case.trace: case for case in reversed(self.cases)}.values())[::-1]
+        """Return `Scenario.bound_of` each nominal RL step; None under a per-request budget."""
+        bounds = [case.scenario.bound_of(policy) for case in self.nominal]
+        known = [bound for bound in bounds if bound is not None]
+        return np.concatenate(known) if len(known) == len(bounds) else None
 
     def mean_s(self, seconds: Sequence[Floats]) -> float:
         """Seconds of a nominal RL step on average."""

@@ -201,7 +201,7 @@ def _bands(
             effects["acceptance"] = (0.0, 0.0) if drafts else errors[0].of_tokens()
         rows = (np.concatenate(judged[name]) for name in (other, champion))
         effects["lengths"] = of_steps(*rows, seed=seed)
-        bands[other] = Band.of(ratio(judged, other), effects)
+        bands[other] = Band(estimate=ratio(judged, other), effects=effects)
     return bands
 
 

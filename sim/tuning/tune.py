@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -212,19 +211,6 @@ class TuneResult(Judged):
         return bars([row.name for row in rows], [1 / row.ratio for row in rows], low, high, reference=1.0,
                     xlabel=f"speed-up over {self.best_fixed} (intervals: draws only)",
                     title="Held-out RL steps (simulated)")  # fmt: skip
-
-    def history(self) -> Figure:
-        """Each trial's speed-up over the best fixed strategy, in the order of the trials, and the best so far."""
-        from tltlab.charts import lines
-
-        tried = sorted(self.trials, key=lambda trial: trial.number)
-        at = [trial.number + 1 for trial in tried]
-        # Where CUDA graphs leave no fixed strategy, plain decoding is the best and was not searched.
-        baseline = self.best_fixed if self.best_fixed in self.searched else "the first"
-        speed_ups = [self.searched.get(baseline, tried[0].score) / trial.score for trial in tried]
-        return lines({"trial": (at, speed_ups), "best so far": (at, list(accumulate(speed_ups, max)))}, xlabel="trial",
-                     ylabel=f"speed-up over {baseline}",
-                     title=f"{len(at)} settings of {self.tuned} (simulated)")  # fmt: skip
 
     def json(self, path: str | None = None) -> dict[str, Any]:
         """The keys of `tltlab tune --json`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,7 @@ from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, Policy, load_policy
-from tltlab.policies.selector import Selector
-from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
+from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
 from tltlab.sim import SimResult, simulate
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario
@@ -31,7 +30,7 @@ from tltlab.traces.trace import Trace
 
 from ...traces_of_lengths import of_lengths
 from .. import workloads
-from ..workloads import FEW, HALF
+from ..workloads import HALF
 
 CAPACITY_TOKENS = st.integers(420, 2000)
 SECONDS = st.sampled_from([0.0, 1e-6, 1e-4, 1e-2])
@@ -203,28 +202,6 @@ def test_any_scenario_is_bounded_adds_up_and_repeats(case: Case, policy: Policy)
     stays_above_its_bound(result)
     spans_and_iterations_add_up(case, policy, result)
     is_the_same(result.trace, case.simulate(policy).trace)
-
-
-def asked_every_time(policy: Policy) -> Policy:
-    """A memoryless policy that does not say so: no closed form applies, it is asked again and again."""
-
-    def build(rng: np.random.Generator) -> Selector:
-        selector = policy.build(rng)
-        selector.memoryless = False
-        return selector
-
-    return policy.model_copy(update={"selector": CustomSpec.holding(build)})
-
-
-@FEW
-@given(cases(ALIKE), st.builds(Policy, selector=MEMORYLESS))
-def test_closed_form_is_engine_asked_again_and_again(case: Case, policy: Policy):
-    scenario = case.scenario()
-    # A choice for a block of iterations holds at once, as that of a memoryless policy does.
-    blocks = replace(scenario, decision_block=2)
-    (quick,), (slow,) = scenario.rollouts(policy), blocks.rollouts(asked_every_time(policy))
-    assert quick.finish_s == pytest.approx(slow.finish_s, rel=1e-9)
-    assert quick.first_token_s == pytest.approx(slow.first_token_s, rel=1e-9)
 
 
 COSTS = workloads.COSTS.model_copy(update={"prefill_per_token_s": 1e-6, "far_token_s": 1e-5})
