@@ -141,7 +141,7 @@ def compare(
     ten), `speed_up` (1 / `ratio`) with its interval likewise, `tokens_per_s` that are trained on and its ratio,
     `regret` of the rollout to the clairvoyant bound over all chains that the acceptance covers (None under a
     per-request budget), `mean_accept_length`, `bubble_fraction`, `off_policy_share` and `wasted_share` of tokens,
-    `intervals` of what has one by name; with stages `step_s`, `step_ratio`, `step_speed_up` and their intervals, and
+    with stages `step_s`, `step_ratio`, `step_speed_up` and their intervals, and
     `rollout_share`; of a grid `num_rl_steps`. Systems have `lossless`, `runs_here` (True, or the parts that no engine
     here has), `length_bias` (mean length of trained responses over that of all begun), `claim` of the system's paper
     beside what is found, `workers` (those that generate), `assumptions`, `stand_ins`, `defaults` (numbers that were

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from tltlab.planning.claims import CLAIMS, difference
 from tltlab.planning.execution import missing_part
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.sim.scenario import Scenario
-from tltlab.stats import LEVEL, Interval, mean_of_few, paired_ratio
+from tltlab.stats import LEVEL, Interval, paired_ratio
 
 from .study import Cell
 
@@ -112,31 +112,28 @@ def _row(cell: Cell, steps: pd.DataFrame, base: pd.DataFrame | None, nominal: Sc
     column = _columns(steps)
     per_s = _per_second(column)
     bounds_s = cell.bounds_s(nominal)
-    shares = {
-        "bubble_fraction": _share(column["idle_s"], column["worker_s"], seed),
-        "off_policy_share": _share(column["old_tokens"], column["tokens"], seed),
-        "wasted_share": _share(column["wasted_tokens"], column["tokens"] + column["wasted_tokens"], seed),
-        "regret": None if bounds_s is None else _share(column["makespan_s"], bounds_s, seed, less=1.0),
-    }
-    means = {"makespan_s": mean_of_few(column["makespan_s"]), "tokens_per_s": mean_of_few(per_s)}
+    tokens = column["tokens"] + column["wasted_tokens"]
     drafts = column["drafts"].sum()
     row: dict[str, Any] = {kind: cell.name}
     row |= {} if bound is None else {"title": bound.system.title}
     granted = cell.scenario.granted(cell.policy.strategies)
     row |= {"drafters": granted["drafters"], "acceptance": granted["acceptance"]}
     row |= dict(cell.axes) | ({"granted": granted["acceptance"]} if "acceptance" in cell.axes else {})
-    row |= {name: interval.estimate for name, interval in means.items()}
+    row |= {"makespan_s": float(np.mean(column["makespan_s"])), "tokens_per_s": float(np.mean(per_s))}
     other = None if base is None else _columns(base)
     row |= _ratios("", column["makespan_s"], None if other is None else other["makespan_s"], seed)
     row |= _ratios("tokens_per_s_", per_s, None if other is None else _per_second(other), seed, of_rates=True)
-    row |= {name: None if interval is None else interval.estimate for name, interval in shares.items()}
+    row |= {
+        "bubble_fraction": _share(column["idle_s"], column["worker_s"]),
+        "off_policy_share": _share(column["old_tokens"], column["tokens"]),
+        "wasted_share": _share(column["wasted_tokens"], tokens),
+        "regret": None if bounds_s is None else _share(column["makespan_s"], bounds_s, less=1.0),
+    }
     row["mean_accept_length"] = math.fsum(column["kept_tokens"]) / drafts if drafts else None
     if np.isfinite(column["step_s"]).all():
-        means["step_s"] = mean_of_few(column["step_s"])
-        row["step_s"] = means["step_s"].estimate
+        row["step_s"] = float(np.mean(column["step_s"]))
         row |= _ratios("step_", column["step_s"], None if other is None else other["step_s"], seed)
         row["rollout_share"] = float(column["makespan_s"].sum() / column["step_s"].sum())
-    row["intervals"] = {name: None if i is None else (i.low, i.high) for name, i in (means | shares).items()}
     return row if bound is None else row | _about(bound, row, column, nominal)
 
 
@@ -180,12 +177,9 @@ def _ratios(prefix: str, values: Floats, base: Floats | None, seed: int, of_rate
     return columns | {f"{prefix}speed_up{end}": 1.0 / v if v > 0 else math.nan for end, v in ends.items()}
 
 
-def _share(part: Floats, whole: Floats, seed: int, *, less: float = 0.0) -> Interval | None:
-    """Return sum(part) / sum(whole) - less with its interval over RL steps; None where there is nothing to share."""
-    if not whole.all():
-        return None
-    ratio = paired_ratio(part, whole, rng=np.random.default_rng(seed))
-    return replace(ratio, **{name: getattr(ratio, name) - less for name in ("estimate", "low", "high")})
+def _share(part: Floats, whole: Floats, less: float = 0.0) -> float | None:
+    """Return sum(part) / sum(whole) - less; None where there is nothing to share."""
+    return float(part.sum() / whole.sum()) - less if whole.all() else None
 
 
 def _beside_claim(row: Mapping[str, Any], scenario: Scenario) -> dict[str, Any] | None:
