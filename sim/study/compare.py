@@ -22,8 +22,8 @@ from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy, PolicySource
 from tltlab.sim.config import SimulationConfig, Source, at_least, decision_interval
 from tltlab.sim.placement import PLACEMENTS
+from tltlab.sim.rl_steps import Colocated
 from tltlab.sim.scenario import Scenario, named_policies
-from tltlab.sim.topology import Colocated
 from tltlab.traces.trace import Trace
 
 from .logged import LoggedRun

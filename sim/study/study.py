@@ -42,10 +42,9 @@ from tltlab.errors import ConfigError, InputError, TltlabError, one_line
 from tltlab.files import parse_json
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.policies.policy import Policy
-from tltlab.sim.rl_steps import RunResult, run_steps
+from tltlab.sim.rl_steps import Colocated, RunResult, Topology, run_steps
 from tltlab.sim.scenario import Scenario, is_memoryless
 from tltlab.sim.simulate import SimResult, simulated
-from tltlab.sim.topology import Colocated, Topology
 from tltlab.traces.trace import Manifest
 
 from .jobs import side_by_side

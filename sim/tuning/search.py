@@ -21,11 +21,11 @@ from tltlab.planning.graph_pool import GraphMemory
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.selector import SelectorSpec
 from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
+from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.study import Journal
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .cases import TuningCase
-from .oracle import ExpectedIteration
+from .cases import ExpectedIteration, TuningCase
 
 EPSILONS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 WINDOWS = (10, 30, 100, 300, 1000)
@@ -310,3 +310,9 @@ def _nearest(value: Any, values: Sequence[Any]) -> Any:
     if isinstance(value, str):
         return value
     return min(range(len(values)), key=lambda i: abs(cast(float, values[i]) - value))
+
+
+def best_table(scenario: Scenario, strategies: Sequence[Strategy]) -> Policy:
+    """The exact table of at most four rows by batch size, for the scenario's costs and acceptance."""
+    prices = Prices.of([TuningCase(name="best table", trace=0, scenario=scenario)], strategies)
+    return Policy(selector=prices.table(max_buckets=4))

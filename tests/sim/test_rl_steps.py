@@ -21,8 +21,7 @@ from tltlab.costs.stages import (
 )
 from tltlab.errors import ConfigError
 from tltlab.sim import SimResult, simulate
-from tltlab.sim.rl_steps import run_steps, summary
-from tltlab.sim.topology import Colocated, Pools, Separate, load_topology
+from tltlab.sim.rl_steps import Colocated, Pools, Separate, load_topology, run_steps, summary
 from tltlab.traces import metrics
 from tltlab.traces.lanes import lanes
 from tltlab.traces.trace import read

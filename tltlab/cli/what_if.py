@@ -21,8 +21,7 @@ from tltlab.sim.cli.compare import SAMPLED
 from tltlab.sim.cli.compare import text as comparison_text
 from tltlab.sim.study.jobs import counted
 from tltlab.sim.study.sample import sample_text
-from tltlab.sim.study.verdict import WhatIf
-from tltlab.sim.study.what_if import WhatIfConfig
+from tltlab.sim.study.what_if import WhatIf, WhatIfConfig
 from tltlab.sim.study.what_if import what_if as run
 from tltlab.traces.metrics import per_step
 

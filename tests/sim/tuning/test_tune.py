@@ -28,8 +28,7 @@ from tltlab.planning.graph_pool import GraphMemory, GraphPool, plan_for, sglang_
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
 from tltlab.sim import Scenario, simulate
-from tltlab.sim.tuning.cases import TuningCase, TuningCases
-from tltlab.sim.tuning.oracle import ExpectedIteration, oracle_policy
+from tltlab.sim.tuning.cases import ExpectedIteration, TuningCase, TuningCases, oracle_policy
 from tltlab.sim.tuning.search import Prices
 from tltlab.sim.tuning.tune import TuneResult, tune
 from tltlab.stats import paired_ratio
