@@ -12,11 +12,10 @@ if __name__ == "sim":
 from typing import TYPE_CHECKING, Any
 
 from .config import SimulationConfig
-from .rl_steps import RunResult, run_steps
+from .rl_steps import Colocated, RunResult, Separate, run_steps
 from .scenario import Scenario
 from .simulate import SimResult, simulate
 from .study.compare import StudyConfig, compare
-from .topology import Colocated, Separate
 
 if TYPE_CHECKING:
     from .verification.rollouts import Verification, verify

@@ -24,8 +24,91 @@ from tltlab.sim.engine.record import SimulatedRollout
 from tltlab.traces.schema import TABLES, span
 from tltlab.traces.trace import Trace
 
+from .config import at_least
 from .simulate import SimResult
-from .topology import Colocated, Pools, Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pools:
+    """GPUs that generate and GPUs that train; `shared` where they are the same."""
+
+    rollout_gpus: int
+    train_gpus: int
+    shared: bool
+
+    @property
+    def num_gpus(self) -> int:
+        return self.rollout_gpus if self.shared else self.rollout_gpus + self.train_gpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class Colocated:
+    """All GPUs roll out, then compute log-probs, train and sync in turn, as in VeRL and TLT."""
+
+    gpus_per_worker: int = 1
+
+    name = "colocated"
+    max_staleness = 0
+
+    def __post_init__(self) -> None:
+        at_least(1, gpus_per_worker=self.gpus_per_worker)
+
+    def pools(self, num_workers: int, stages: StageCosts) -> Pools:
+        num_gpus = num_workers * self.gpus_per_worker
+        if stages.num_gpus not in (None, num_gpus):
+            raise ConfigError(
+                f"the stage costs are for {stages.num_gpus} GPUs, but {num_workers} workers of {self.gpus_per_worker} "
+                f"are {num_gpus}: take stage costs for {num_gpus} GPUs or other workers"
+            )
+        return Pools(rollout_gpus=num_gpus, train_gpus=num_gpus, shared=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Separate:
+    """Engines and trainer on separate GPUs, as in Open-R1.
+
+    With `max_staleness` 0 one side waits for the other; with 1 the next rollout runs during training, on weights one
+    update old, with more rollouts run ahead of training where it is the slower side for a while. `train_gpus` defaults
+    to what the stage costs are for, else to as many as generate.
+    """
+
+    gpus_per_worker: int = 1
+    train_gpus: int | None = None
+    max_staleness: int = 0
+
+    name = "separate"
+
+    def __post_init__(self) -> None:
+        at_least(1, gpus_per_worker=self.gpus_per_worker, train_gpus=self.train_gpus)
+        if self.max_staleness < 0:
+            raise ConfigError(f"max_staleness {self.max_staleness}: give 0 (synchronous), 1 (one step off) or more")
+
+    def pools(self, num_workers: int, stages: StageCosts) -> Pools:
+        rollout_gpus = num_workers * self.gpus_per_worker
+        train_gpus = self.train_gpus or stages.num_gpus or rollout_gpus
+        if stages.num_gpus not in (None, train_gpus):
+            raise ConfigError(
+                f"the stage costs are for {stages.num_gpus} GPUs, but {train_gpus} train: take stage costs for "
+                f"{train_gpus} GPUs or train_gpus = {stages.num_gpus}"
+            )
+        return Pools(rollout_gpus=rollout_gpus, train_gpus=train_gpus, shared=False)
+
+
+Topology = Colocated | Separate
+"""GPUs that do what, and how many updates the weights of a rollout may lag behind."""
+
+
+def load_topology(name: str, *, gpus_per_worker: int = 1, max_staleness: int = 0) -> Topology:
+    """A topology by its name, `colocated` or `separate`; ConfigError for another and for what it does not take."""
+    if name == Separate.name:
+        return Separate(gpus_per_worker=gpus_per_worker, max_staleness=max_staleness)
+    if name != Colocated.name:
+        raise ConfigError(f"no topology named {name!r}; there are {Colocated.name}, {Separate.name}")
+    if max_staleness:
+        raise ConfigError(
+            "colocated GPUs train themselves and never overlap: train_gpus and max_staleness need separate"
+        )
+    return Colocated(gpus_per_worker=gpus_per_worker)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +118,15 @@ class RunResult:
     `steps`: updates_behind (of its rollout's weights), rl_step, t_start (start of its rollout), the five stages'
     seconds (sync_s with an engine's sleep and wake), `step_s` from the end of the RL step before to its own end,
     `latency_s` from t_start to its own end, policy_version. An RL step ends when its weights are in the engines; step_s
-    adds up to the run. `spans`: those of the trainer, and of workers outside rollouts, in the trace's form. `gpu_s`:
-    stage, held_gpu_s, idle_gpu_s; "waiting" is the time in which one side's GPUs wait for the other, and held_gpu_s
-    adds up to num_gpus times the run. A rollout's idle_gpu_s is its bubble. `step_s` is the mean of a long run that
+    adds up to the run. `spans`: those of the trainer, and of workers outside rollouts, as in a trace. `busy_gpu_s`
+    are the GPU-seconds in which a GPU of a worker or of the trainer works. `step_s` is the mean of a long run that
     goes through these RL steps again and again: a pipeline fills and empties once, however long the run.
     """
 
     topology: Topology
     num_gpus: int
     steps: pd.DataFrame
-    gpu_s: pd.DataFrame
+    busy_gpu_s: float
     simulated: SimResult
     step_s: float
     make_spans: Callable[[], pd.DataFrame]
@@ -68,8 +150,7 @@ class RunResult:
     def idle_gpu_fraction(self) -> float | None:
         """Idle GPU-seconds per GPU-second of a long run; None for one of no time."""
         held_s = self.num_gpus * len(self.steps) * self.step_s
-        busy_s = float((self.gpu_s["held_gpu_s"] - self.gpu_s["idle_gpu_s"]).sum())
-        return max(0.0, 1.0 - busy_s / held_s) if held_s > 0 else None
+        return max(0.0, 1.0 - self.busy_gpu_s / held_s) if held_s > 0 else None
 
     @cached_property
     def spans(self) -> pd.DataFrame:
@@ -132,7 +213,7 @@ def run_steps(
         topology=topology,
         num_gpus=pools.num_gpus,
         steps=steps,
-        gpu_s=_gpu_s(rollouts, steps, pools),
+        busy_gpu_s=_busy_gpu_s(rollouts, steps, pools),
         simulated=result,
         step_s=_step_s(times, topology.max_staleness, pipeline),
         make_spans=partial(_spans, pipeline, steps, num_workers, pools.shared),
@@ -380,19 +461,11 @@ def _with_gaps(intervals: Sequence[_Interval], *, after: bool, until_s: float) -
         yield _Interval(step=step, kind="idle", start_s=end_s, end_s=until_s)
 
 
-def _gpu_s(rollouts: Sequence[SimulatedRollout], steps: pd.DataFrame, pools: Pools) -> pd.DataFrame:
+def _busy_gpu_s(rollouts: Sequence[SimulatedRollout], steps: pd.DataFrame, pools: Pools) -> float:
+    """GPU-seconds of all but bubbles, grading, and the time in which one side's GPUs wait for the other."""
     per_worker = pools.rollout_gpus / len(rollouts[0].worker_end_s)
     bubble_s = sum(r.makespan_s - end for r in rollouts for end in r.worker_end_s) * per_worker
     total = {name: float(steps[name].sum()) for name in ("rollout_s", *STAGES)}
-    held_gpu_s = {
-        "rollout": pools.rollout_gpus * total["rollout_s"],
-        "inference": pools.train_gpus * total["inference_s"],
-        "reward": pools.train_gpus * total["reward_s"],
-        "train": pools.train_gpus * total["train_s"],
-        "sync": pools.num_gpus * total["sync_s"],
-    }
-    idle = {"rollout": bubble_s, "reward": held_gpu_s["reward"]}
-    waiting = max(0.0, pools.num_gpus * float(steps["step_s"].sum()) - sum(held_gpu_s.values()))
-    rows = [(stage, gpu_s, idle.get(stage, 0.0)) for stage, gpu_s in held_gpu_s.items()]
-    waits = [] if pools.shared else [("waiting", waiting, waiting)]
-    return pd.DataFrame([*rows, *waits], columns=["stage", "held_gpu_s", "idle_gpu_s"])
+    generating = pools.rollout_gpus * total["rollout_s"] - bubble_s
+    training = pools.train_gpus * total["inference_s"], pools.train_gpus * total["train_s"]
+    return float(generating + training[0] + training[1] + pools.num_gpus * total["sync_s"])

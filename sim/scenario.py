@@ -326,6 +326,25 @@ class Scenario(SimulationConfig):
     def _largest_queue(self) -> int:
         return max((len(queue) for queues in self.queues for queue in queues), default=1)
 
+    def bound_of(self, policy: Policy, own: Acceptance | None = None) -> Floats | None:
+        """The clairvoyant bound of each RL step to which a policy's regret is, see `bounding`; worked out once.
+
+        None under a budget, which drafts less than its strategy for some.
+        """
+        if budgets_of(policy, 1):
+            return None
+        scenario, strategies = self.bounding(policy, own)
+        key = frozenset(strategies), id(scenario.acceptance)
+        if key not in self._known_bounds:
+            bounds_s = scenario.bounds_s(strategies, scenario.registry_of({"": policy}))
+            # The scenario keeps the model alive whose id is used.
+            self._known_bounds[key] = scenario, np.array(bounds_s)
+        return self._known_bounds[key][1]
+
+    @cached_property
+    def _known_bounds(self) -> dict[Any, tuple[Scenario, Floats]]:
+        return {}
+
     def bounding(self, policy: Policy, own: Acceptance | None = None) -> tuple[Scenario, list[Strategy]]:
         """Return the scenario and the strategies of the bound to which a policy's regret is.
 

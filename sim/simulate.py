@@ -15,7 +15,6 @@ import pandas as pd
 import tltlab
 from tltlab.arrays import Floats, Ints
 from tltlab.costs.evidence import interval
-from tltlab.drafters.specs import Drafters
 from tltlab.importers.sources import TraceSource, read
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.sim.engine import record
@@ -26,7 +25,7 @@ from tltlab.traces import metrics
 from tltlab.traces.trace import Manifest, Trace
 
 from .config import SimulationConfig, named
-from .scenario import Scenario, budgets_of, policy_name
+from .scenario import Scenario, policy_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +43,7 @@ class SimResult:
     policy: str
     scenario: Scenario
     wall_s: float
-    bounds_s: Callable[[], list[float] | None]
+    bounds_s: Callable[[], Floats | None]
     record_iterations: bool
 
     @property
@@ -366,14 +365,6 @@ def simulated(
         policy=name,
         scenario=scenario,
         wall_s=wall_s,
-        bounds_s=lambda: _bounds_s(scenario, chosen, drafters),
+        bounds_s=lambda: scenario.bound_of(chosen),
         record_iterations=record_iterations,
     )
-
-
-def _bounds_s(scenario: Scenario, policy: Policy, drafters: Drafters) -> list[float] | None:
-    """Return the bounds; None for a budget, which drafts less than its strategy for some."""
-    if budgets_of(policy, 1):
-        return None
-    bounding, strategies = scenario.bounding(policy)
-    return bounding.bounds_s(strategies, drafters)

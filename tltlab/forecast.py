@@ -22,10 +22,10 @@ from tltlab.runtime.recipe.dry_run import RunPlan
 from tltlab.runtime.recipe.engines import shape_of
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.sim.config import SimulationConfig, decision_interval
+from tltlab.sim.rl_steps import Colocated, Separate, Topology
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.study import Cell
 from tltlab.sim.study.systems import on_gpus
-from tltlab.sim.topology import Colocated, Separate, Topology
 from tltlab.sim.verification.errors import table_text
 from tltlab.traces.trace import Trace
 

@@ -80,7 +80,7 @@ def compare(
         if out.suffix == ".json":
             write_json(out, result)
         elif out.suffix == ".csv":
-            write_file(out, found.drop(columns=["intervals", "claim"], errors="ignore").to_csv(index=False))
+            write_file(out, found.drop(columns="claim", errors="ignore").to_csv(index=False))
         else:
             save_figure(found.plot(), out)
     lines = [text(found, rows, sampled=config.rl_steps is None)]

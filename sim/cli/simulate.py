@@ -22,13 +22,13 @@ from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim.config import SimulationConfig, Source
+from tltlab.sim.rl_steps import load_topology
 from tltlab.sim.rl_steps import summary as whole_steps
 from tltlab.sim.scenario import Scenario, policy_name
 from tltlab.sim.simulate import SimResult, outside_text
 from tltlab.sim.study.sample import Scenarios
 from tltlab.sim.study.study import Cell
 from tltlab.sim.study.systems import cell_named
-from tltlab.sim.topology import load_topology
 from tltlab.traces.schema import MANIFEST_FILE
 from tltlab.traces.trace import Trace
 

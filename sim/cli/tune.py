@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from tltlab.charts import FORMATS, save_figure
 from tltlab.console import Json, emit, made_by, progress, progress_bar, table
 from tltlab.errors import ConfigError
 from tltlab.files import check_writable
@@ -31,21 +30,18 @@ def tune(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the trials that an interrupted tune left in OUT.trials.")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the trials' scores in their order: .png or .svg.")] = None,
     as_json: Json = False,
 ) -> None:
     """Find a policy for a trace in simulation, judge it on RL steps held out, and report whether it was worth it.
 
     `simulate` and `train` take the file, export-policy turns it into settings of plain vLLM. Costs and acceptance are
     taken as right on all RL steps, save with --cost-error; `calibrate` and `verify` test whether they are.
-    Until all is done the trials are in OUT.trials, a study that Optuna's own tools read too.
+    Until all is done the trials' scores are in OUT.trials.
 
     Example: tltlab tune traces/subset-sum-small --out policy.json --trials 20
     """
     check_writable(out)
     journal = out.with_name(out.name + ".trials")
-    if plot is not None and (plot.suffix not in FORMATS or not config.trials):
-        raise ConfigError(f"--plot {plot}: it shows the settings that were tried (--trials), as {' or '.join(FORMATS)}")
     if journal.exists() and not resume:
         raise ConfigError(f"{journal} has the trials of an interrupted tune: continue with --resume, or remove it")
     sources = [read(path) for path in traces]
@@ -65,8 +61,6 @@ def tune(
             sources, config, provenance=origin, done=lambda part: trials()(part), on_stage=progress, journal=journal
         )
     result.policy.write(out)
-    if plot is not None:
-        save_figure(result.history(), plot)
     journal.unlink(missing_ok=True)
     emit(result.json(str(out)) | {"settings": to_json(config)}, as_json=as_json, text=text(result, out))
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.sim.engine.requests import Requests, Turns
 from tltlab.sim.placement import place_steps
 from tltlab.sim.scenario import Scenario
-from tltlab.stats import paired_ratio, student_margin
+from tltlab.stats import Interval, paired_ratio, paired_speed_up, student_margin
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
@@ -57,43 +57,31 @@ Ends = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """Effect of one input alone on the logarithm of the speed-up, and its share of the variance of all."""
-
-    name: Source
-    low: float
-    high: float
-    share: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Band:
-    """A speed-up and the ends of its 90 % range. The shares of `parts` add up to 1, or are 0 where nothing is open."""
+    """A speed-up with its 90 % range, from the independent `effects` of its inputs.
+
+    >>> band = Band(estimate=2.0, effects={"costs": (-0.3, 0.4), "lengths": (-0.4, 0.3)})
+    >>> round(band.low, 2), round(band.high, 2), band.shares
+    (1.21, 3.3, {'costs': 0.5, 'lengths': 0.5})
+    """
 
     estimate: float
-    low: float
-    high: float
-    parts: tuple[Part, ...]
+    effects: Mapping[Source, Effect]
 
-    @classmethod
-    def of(cls, estimate: float, effects: Mapping[Source, Effect]) -> Band:
-        """The range of independent effects.
+    @property
+    def low(self) -> float:
+        return self.estimate * math.exp(-math.hypot(*(low for low, _ in self.effects.values())))
 
-        >>> band = Band.of(2.0, {"costs": (-0.3, 0.4), "lengths": (-0.4, 0.3)})
-        >>> round(band.low, 2), round(band.high, 2), [part.share for part in band.parts]
-        (1.21, 3.3, [0.5, 0.5])
-        """
-        variances = {name: ((high - low) / 2) ** 2 for name, (low, high) in effects.items()}
+    @property
+    def high(self) -> float:
+        return self.estimate * math.exp(math.hypot(*(high for _, high in self.effects.values())))
+
+    @property
+    def shares(self) -> dict[Source, float]:
+        """Share of each input in the variance of all; they add up to 1, or are 0 where nothing is open."""
+        variances = {name: ((high - low) / 2) ** 2 for name, (low, high) in self.effects.items()}
         total = sum(variances.values())
-        return cls(
-            estimate=estimate,
-            low=estimate * math.exp(-math.hypot(*(low for low, _ in effects.values()))),
-            high=estimate * math.exp(math.hypot(*(high for _, high in effects.values()))),
-            parts=tuple(
-                Part(name=name, low=low, high=high, share=variances[name] / total if total else 0.0)
-                for name, (low, high) in effects.items()
-            ),
-        )
+        return {name: variance / total if total else 0.0 for name, variance in variances.items()}
 
     @property
     def loses(self) -> bool:
@@ -104,26 +92,27 @@ class Band:
         """The speed-up and its range."""
         return {"mean": self.estimate, "low": self.low, "high": self.high}
 
-    def of_part(self, part: Part) -> Ends:
+    def of_input(self, name: Source) -> Ends:
         """The speed-up at the ends of the range of one input."""
-        return self.estimate * math.exp(part.low), self.estimate * math.exp(part.high)
+        low, high = self.effects[name]
+        return self.estimate * math.exp(low), self.estimate * math.exp(high)
 
     def json(self) -> dict[str, Any]:
         """The range and, by input, the speed-up at the ends of that one's range and its share of the variance."""
         parts = {}
-        for part in self.parts:
-            low, high = self.of_part(part)
-            parts[part.name] = {"low": low, "high": high, "share": part.share}
+        for name, share in self.shares.items():
+            low, high = self.of_input(name)
+            parts[name] = {"low": low, "high": high, "share": share}
         return {"low": self.low, "high": self.high, "level": LEVEL, "parts": parts}
 
     def __str__(self) -> str:
         """
-        >>> str(Band.of(1.33, {"costs": (-0.4, 0.45), "acceptance": (-0.2, 0.1)}))
+        >>> str(Band(estimate=1.33, effects={"costs": (-0.4, 0.45), "acceptance": (-0.2, 0.1)}))
         '1.33x (90 % range 0.9x to 2.1x, mostly cost-model error)'
         """
-        parts = sorted(self.parts, key=lambda part: -part.share)
-        named = [WORDS[part.name] for part in parts if part.share >= 0.25]
-        why = f", mostly {named[0]}" if parts[0].share >= 0.6 else f", from {' and '.join(named)}" if named else ""
+        shares = sorted(self.shares.items(), key=lambda part: -part[1])
+        named = [WORDS[name] for name, share in shares if share >= 0.25]
+        why = f", mostly {named[0]}" if shares[0][1] >= 0.6 else f", from {' and '.join(named)}" if named else ""
         return f"{self.estimate:.2f}x (90 % range {self.range_text}{why})"
 
     @property
@@ -187,6 +176,28 @@ class Times:
         """Seconds of an RL step beside its rollout."""
         assert self.step_s is not None
         return np.maximum(self.step_s - self.rollout_s, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedUp:
+    """Speed-up of some seconds over others: 95 % intervals of draws only, and 90 % ranges.
+
+    Those of the RL step are None where the other stages' costs are unknown.
+    """
+
+    rollout: Interval
+    rl_step: Interval | None
+    band: Band
+    rl_step_band: Band | None
+
+    @classmethod
+    def of(cls, base: Times, own: Times, ranges: tuple[Band, Band | None], seed: int, **more: Any) -> Self:
+        """From the seconds that are compared, and their ranges; `more` are further fields."""
+        rl_step = None
+        if base.step_s is not None and own.step_s is not None:
+            rl_step = paired_speed_up(base.step_s, own.step_s, seed)
+        rollout = paired_speed_up(base.rollout_s, own.rollout_s, seed)
+        return cls(rollout=rollout, rl_step=rl_step, band=ranges[0], rl_step_band=ranges[1], **more)
 
 
 def at_range_ends(scenario: Scenario, errors: InputErrors) -> dict[Source, list[Scenario]]:
@@ -263,7 +274,7 @@ def bands(
         else:
             each = [times.step_s if whole else times.rollout_s for times in (plain, drafting)]
             effects["lengths"] = of_steps(*each, seed=scenario.seed)
-        return Band.of(estimate, effects)
+        return Band(estimate=estimate, effects=effects)
 
     return of(False), None if plain.step_s is None or drafting.step_s is None else of(True)
 

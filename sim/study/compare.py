@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -22,9 +22,8 @@ from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy, PolicySource
 from tltlab.sim.config import SimulationConfig, Source, at_least, decision_interval
 from tltlab.sim.placement import PLACEMENTS
+from tltlab.sim.rl_steps import Colocated
 from tltlab.sim.scenario import Scenario, named_policies
-from tltlab.sim.topology import Colocated
-from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
 from .logged import LoggedRun
@@ -52,7 +51,7 @@ def _axis(help: str, **more: Any) -> Option:
 class StudyConfig(SimulationConfig):
     """Settings of a comparison: those of its simulations, of which lists for some fields make a grid, and its own.
 
-    `group_size` keeps the first samples of each prompt. `stages` are the costs of the other stages of RL steps, by
+    `stages` are the costs of the other stages of RL steps, by
     default those of the machine that `gpus` name, and `gpus_per_worker` places them. `repeats` are seeds, `jobs` the
     processes (None: one per core), on which no number depends. Raises ConfigError for axes that contradict, and a value
     of an axis that comes twice or is below 1.
@@ -76,7 +75,6 @@ class StudyConfig(SimulationConfig):
     max_response_tokens: Annotated[
         int | Sequence[int] | None, _axis("Cap that cuts longer responses", names=("--cap", "--max-response-tokens"))
     ] = None  # type: ignore[assignment]
-    group_size: Annotated[int | Sequence[int] | None, _axis("First samples of each prompt to keep")] = None
     rl_steps: Annotated[
         Sequence[int] | str | None,
         Option("a:b, RL steps a to b - 1; or one; or all. [default: of more than 24 a sample]"),
@@ -104,8 +102,6 @@ class StudyConfig(SimulationConfig):
         for _, config in self.points():
             for name in ("workers", "max_response_tokens"):
                 at_least(1, **{name: getattr(config, name)})
-        for size in self.axes.get("group_size", (self.group_size,)):
-            at_least(1, group_size=size)
 
     @property
     def axes(self) -> dict[str, tuple[Any, ...]]:
@@ -130,7 +126,6 @@ def compare(
     systems: str | Sequence[str | System] | None = None,
     baseline: str | None = None,
     journal: Path | None = None,
-    done: Callable[[str], None] = lambda label: None,
     **settings: Any,
 ) -> Comparison:
     """Compare policies, or `systems` from the literature, on the same responses with common random numbers.
@@ -146,7 +141,7 @@ def compare(
     ten), `speed_up` (1 / `ratio`) with its interval likewise, `tokens_per_s` that are trained on and its ratio,
     `regret` of the rollout to the clairvoyant bound over all chains that the acceptance covers (None under a
     per-request budget), `mean_accept_length`, `bubble_fraction`, `off_policy_share` and `wasted_share` of tokens,
-    `intervals` of what has one by name; with stages `step_s`, `step_ratio`, `step_speed_up` and their intervals, and
+    with stages `step_s`, `step_ratio`, `step_speed_up` and their intervals, and
     `rollout_share`; of a grid `num_rl_steps`. Systems have `lossless`, `runs_here` (True, or the parts that no engine
     here has), `length_bias` (mean length of trained responses over that of all begun), `claim` of the system's paper
     beside what is found, `workers` (those that generate), `assumptions`, `stand_ins`, `defaults` (numbers that were
@@ -154,7 +149,7 @@ def compare(
 
     A step's repeats are averaged before resampling, since they share its lengths. Where `rl_steps` are left open in a
     trace of more than 24, a sample is simulated (`tltlab.sim.study.sample`), of each point its own. `journal` is a file
-    in which finished cells are kept, from which an interrupted comparison continues; `done` receives each.
+    in which finished cells are kept, from which an interrupted comparison continues.
 
     `attrs` has `axes`, `baseline`, `num_rl_steps` of the trace's `num_rl_steps_of`, `num_workers`, `num_gpus`, the
     names of `costs` and `acceptance`, `evidence` (`Scenario.evidence`), of the baseline and the fastest the largest
@@ -178,22 +173,23 @@ def compare(
     baseline = baseline or ("verl" if found and "verl" in listed else listed[0])
     if baseline not in listed:
         raise ConfigError(f"the baseline {baseline!r} is none of {', '.join(listed)}")
-    question = _Question(chosen=chosen, systems=found, config=config)
-    points = [_Point.of(source, each, at, question) for at, each in config.points()]
+    points = [
+        _Point.of(source, each, axes=at, chosen=chosen, systems=found, asked=config) for at, each in config.points()
+    ]
     kept = None
     if journal is not None:
         about = [source.num_rows("outcomes"), int(source.outcomes["response_tokens"].sum()), found is not None]
         asked = {name: value for name, value in to_json(config).items() if value is not None and name not in axes}
         policies_json = {name: policy.model_dump(mode="json") for name, policy in chosen.items()}
         asked.pop("jobs", None)
-        kept = Journal(path=journal, question=json.dumps([*about, asked, policies_json], sort_keys=True), done=done)
+        kept = Journal(path=journal, question=json.dumps([*about, asked, policies_json], sort_keys=True))
     rows_of: dict[int, list[dict[str, Any]]] = {}
     attrs: dict[str, Any] = {}
     failed: dict[str, str] = {}
     pending = list(range(len(points)))
     named = config.steps_of(source)
     for rl_steps in samples(source.rl_steps) if named is None else [list(named)]:
-        cells = {at: list(question.cells(points[at], rl_steps)) for at in pending}
+        cells = {at: list(points[at].cells(rl_steps)) for at in pending}
         study = Study(cells=[cell for each in cells.values() for cell in each], jobs=config.jobs)
         table, first, again = study.table(kept), 0, []
         for at in pending:
@@ -220,69 +216,50 @@ def compare(
 
 @dataclass(frozen=True, kw_only=True)
 class _Point:
-    """A combination of the axes' values, and the scenarios there."""
+    """A combination of the axes' values, the scenarios there, and the policies or systems that are compared."""
 
     axes: Mapping[str, Any]
+    chosen: Mapping[str, Policy]
+    systems: Sequence[System] | None
+    asked: StudyConfig
     scenarios: Scenarios
     stages: StageCosts | None
 
     @classmethod
-    def of(cls, trace: Trace, config: SimulationConfig, axes: dict[str, Any], question: _Question) -> _Point:
-        """Return the point of the trace under these settings."""
-        asked = question.config
-        stages = None if asked.stages is None else load_stages(asked.stages)
-        if question.systems is not None:
-            config = question.of_systems(config, trace)
-        if (size := axes.get("group_size", asked.group_size)) is not None:
-            # Costs and acceptance lie next to the trace, or were measured of all its responses.
-            if config.acceptance is None:
-                config = replace(config, acceptance=config.find_acceptance(trace)[0])
-            if not config.is_on_machine:
-                config = replace(config, costs=config.find_costs(trace)[0])
-            trace = _first_samples(trace, size)
+    def of(cls, trace: Trace, config: SimulationConfig, *, asked: StudyConfig, **question: Any) -> _Point:
+        """Return the point of the trace under these settings; ConfigError for a placement that a system fixes."""
+        if (systems := question["systems"]) is not None:
+            fixed = [system for system in systems if system.placement != "contiguous"]
+            if config.placement is not None and fixed:
+                raise ConfigError(
+                    f"system {fixed[0].name} fixes its placement, {fixed[0].placement}: leave out placement"
+                )
+            config = replace(config, decision_block=asked.decision_block or decision_interval(trace), spot=None)
         scenarios = Scenarios(trace, config)
+        stages = None if asked.stages is None else load_stages(asked.stages)
         if stages is None:
             logged = LoggedRun.of(scenarios)
             scenarios, stages = logged.scenarios, logged.stages
         if stages is None and asked.gpus_per_worker is not None:
             raise ConfigError("--gpus-per-worker places the stages of RL steps: give --stages or --gpus")
-        return cls(axes=axes, scenarios=scenarios, stages=stages)
+        return cls(asked=asked, scenarios=scenarios, stages=stages, **question)
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Question:
-    """The policies or systems of each point, under settings whose axes are lists."""
-
-    chosen: Mapping[str, Policy]
-    systems: Sequence[System] | None
-    config: StudyConfig
-
-    def of_systems(self, config: SimulationConfig, trace: Trace) -> SimulationConfig:
-        """Return the settings under which systems are compared; ConfigError for a placement that a system fixes."""
-        fixed = [system for system in self.systems or () if system.placement != "contiguous"]
-        if config.placement is not None and fixed:
-            raise ConfigError(f"system {fixed[0].name} fixes its placement, {fixed[0].placement}: leave out placement")
-        block = self.config.decision_block or decision_interval(trace)
-        return replace(config, decision_block=block, spot=None)
-
-    def cells(self, point: _Point, rl_steps: Sequence[int]) -> Iterator[Cell]:
+    def cells(self, rl_steps: Sequence[int]) -> Iterator[Cell]:
         """Yield a cell for each policy or system and seed."""
-        scenarios, nominal = point.scenarios, point.scenarios.of(rl_steps)
+        nominal, gpus = self.scenarios.of(rl_steps), self.asked.gpus_per_worker
         bound = [] if self.systems is None else bind_all(self.systems, nominal)
-        for seed in range(nominal.seed, nominal.seed + self.config.repeats):
+        nominal.registry_of(self.chosen)
+        for seed in range(nominal.seed, nominal.seed + self.asked.repeats):
             for binding in bound:
-                gpus = self.config.gpus_per_worker
-                cell = system_cell(binding, scenarios, rl_steps, point.stages, gpus, seed=seed)
-                yield replace(cell, axes=point.axes)
-            if self.chosen:
-                nominal.registry_of(self.chosen)
-                scenario = replace(nominal, seed=seed)
-                gpus = self.config.gpus_per_worker or scenario.costs.tensor_parallel
-                for name, policy in self.chosen.items():
-                    yield Cell(
-                        name=name, policy=policy, scenario=scenario, axes=point.axes, stages=point.stages,
-                        topology=Colocated(gpus_per_worker=gpus), manifest=scenarios.trace.manifest,
-                    )  # fmt: skip
+                cell = system_cell(binding, self.scenarios, rl_steps, self.stages, gpus, seed=seed)
+                yield replace(cell, axes=self.axes)
+            scenario = replace(nominal, seed=seed)
+            for name, policy in self.chosen.items():
+                yield Cell(
+                    name=name, policy=policy, scenario=scenario, axes=self.axes, stages=self.stages,
+                    topology=Colocated(gpus_per_worker=gpus or scenario.costs.tensor_parallel),
+                    manifest=self.scenarios.trace.manifest,
+                )  # fmt: skip
 
 
 def _about(
@@ -311,14 +288,3 @@ def _about(
         "evidence": nominal.evidence((s for cell in cells for s in cell.policy.strategies), outside),
         "outside_calibration": outside,
     }
-
-
-def _first_samples(trace: Trace, size: int) -> Trace:
-    """Return the trace with so many samples of each prompt, and nothing of the others. ConfigError for too many."""
-    most = int(trace.workload.groupby(["rl_step", "prompt_id"]).size().max())
-    if size > most:
-        raise ConfigError(f"group sizes: the trace has {most} responses per prompt, asked were {size}")
-    rank = trace.workload.sort_values("sample").groupby(["rl_step", "prompt_id"]).cumcount().sort_index()
-    workload = trace.workload[rank < size]
-    outcomes = trace.outcomes.merge(workload[list(KEY)], on=list(KEY))
-    return Trace.from_tables(trace.manifest, {"workload": workload, "outcomes": outcomes})

@@ -16,11 +16,11 @@ from tltlab.costs.scaled import ScaledCosts
 from tltlab.costs.stages import StageCosts
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.stats import Interval, interval_ends, paired_speed_up
+from tltlab.stats import interval_ends
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
-from .band import Band, Times
+from .band import SpeedUp, Times
 from .sample import Scenarios, samples
 
 ShareOf = Literal["log", "preset"]
@@ -127,25 +127,10 @@ class LoggedRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
-    """Speed-up of the policy that was found over what the log's own run drafts with; draws' intervals and ranges."""
+class Running(SpeedUp):
+    """Speed-up of the policy that was found over what the log's own run drafts with."""
 
     drafting: LoggedDrafting
-    rollout: Interval
-    rl_step: Interval | None
-    band: Band
-    rl_step_band: Band | None
-
-    @classmethod
-    def of(
-        cls, drafting: LoggedDrafting, own: Times, found: Times, bands: tuple[Band, Band | None], seed: int
-    ) -> Running:
-        """From the seconds of the log's own run and of the policy that was found."""
-        rl_step = None
-        if own.step_s is not None and found.step_s is not None:
-            rl_step = paired_speed_up(own.step_s, found.step_s, seed)
-        rollout = paired_speed_up(own.rollout_s, found.rollout_s, seed)
-        return cls(drafting=drafting, rollout=rollout, rl_step=rl_step, band=bands[0], rl_step_band=bands[1])
 
     @property
     def head(self) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from tltlab.planning.claims import CLAIMS, difference
 from tltlab.planning.execution import missing_part
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.sim.scenario import Scenario
-from tltlab.stats import LEVEL, Interval, mean_of_few, paired_ratio
+from tltlab.stats import LEVEL, Interval, paired_ratio
 
 from .study import Cell
 
@@ -103,42 +103,37 @@ def compared(cells: Sequence[Cell], table: pd.DataFrame, nominal: Scenario, base
     means = counted.groupby([kind, "rl_step"], sort=False).mean(numeric_only=True)
     names = [name for name in dict.fromkeys(cell.name for cell in cells) if name in means.index.get_level_values(0)]
     of_name = {name: means.loc[[name]].droplevel(0).sort_index() for name in names}
-    base, bounds = of_name.get(baseline), _Bounds(nominal)
-    return [_row(first[name], of_name[name], base, bounds, nominal, kind) for name in names]
+    base = of_name.get(baseline)
+    return [_row(first[name], of_name[name], base, nominal, kind) for name in names]
 
 
-def _row(
-    cell: Cell, steps: pd.DataFrame, base: pd.DataFrame | None, bounds: _Bounds, nominal: Scenario, kind: str
-) -> dict[str, Any]:
+def _row(cell: Cell, steps: pd.DataFrame, base: pd.DataFrame | None, nominal: Scenario, kind: str) -> dict[str, Any]:
     seed, bound = nominal.seed, cell.system
     column = _columns(steps)
     per_s = _per_second(column)
-    bounds_s = bounds.of(cell)
-    shares = {
-        "bubble_fraction": _share(column["idle_s"], column["worker_s"], seed),
-        "off_policy_share": _share(column["old_tokens"], column["tokens"], seed),
-        "wasted_share": _share(column["wasted_tokens"], column["tokens"] + column["wasted_tokens"], seed),
-        "regret": None if bounds_s is None else _share(column["makespan_s"], bounds_s, seed, less=1.0),
-    }
-    means = {"makespan_s": mean_of_few(column["makespan_s"]), "tokens_per_s": mean_of_few(per_s)}
+    bounds_s = cell.bounds_s(nominal)
+    tokens = column["tokens"] + column["wasted_tokens"]
     drafts = column["drafts"].sum()
     row: dict[str, Any] = {kind: cell.name}
     row |= {} if bound is None else {"title": bound.system.title}
     granted = cell.scenario.granted(cell.policy.strategies)
     row |= {"drafters": granted["drafters"], "acceptance": granted["acceptance"]}
     row |= dict(cell.axes) | ({"granted": granted["acceptance"]} if "acceptance" in cell.axes else {})
-    row |= {name: interval.estimate for name, interval in means.items()}
+    row |= {"makespan_s": float(np.mean(column["makespan_s"])), "tokens_per_s": float(np.mean(per_s))}
     other = None if base is None else _columns(base)
     row |= _ratios("", column["makespan_s"], None if other is None else other["makespan_s"], seed)
     row |= _ratios("tokens_per_s_", per_s, None if other is None else _per_second(other), seed, of_rates=True)
-    row |= {name: None if interval is None else interval.estimate for name, interval in shares.items()}
+    row |= {
+        "bubble_fraction": _share(column["idle_s"], column["worker_s"]),
+        "off_policy_share": _share(column["old_tokens"], column["tokens"]),
+        "wasted_share": _share(column["wasted_tokens"], tokens),
+        "regret": None if bounds_s is None else _share(column["makespan_s"], bounds_s, less=1.0),
+    }
     row["mean_accept_length"] = math.fsum(column["kept_tokens"]) / drafts if drafts else None
     if np.isfinite(column["step_s"]).all():
-        means["step_s"] = mean_of_few(column["step_s"])
-        row["step_s"] = means["step_s"].estimate
+        row["step_s"] = float(np.mean(column["step_s"]))
         row |= _ratios("step_", column["step_s"], None if other is None else other["step_s"], seed)
         row["rollout_share"] = float(column["makespan_s"].sum() / column["step_s"].sum())
-    row["intervals"] = {name: None if i is None else (i.low, i.high) for name, i in (means | shares).items()}
     return row if bound is None else row | _about(bound, row, column, nominal)
 
 
@@ -157,30 +152,6 @@ def _about(bound: BoundSystem, row: Mapping[str, Any], column: Mapping[str, Floa
         "stand_ins": bound.stand_ins,
         "defaults": bound.defaults,
     }
-
-
-class _Bounds:
-    """Clairvoyant bounds of a point's RL steps, where every request gains what is expected.
-
-    The bound of a row is over every chain that the acceptance of the point covers and what the row drafts itself, so it
-    does not depend on the rows beside it.
-    """
-
-    def __init__(self, nominal: Scenario) -> None:
-        self.nominal = nominal
-        self._known: dict[Any, tuple[Scenario, Floats]] = {}
-
-    def of(self, cell: Cell) -> Floats | None:
-        """Return the bounds; None where `Cell.bounding` has none."""
-        if (found := cell.bounding(self.nominal)) is None:
-            return None
-        scenario, strategies = found
-        key = frozenset(strategies), id(scenario.acceptance)
-        if key not in self._known:
-            drafters = scenario.registry_of({cell.name: cell.policy})
-            # Scenarios keep the models alive whose ids are used.
-            self._known[key] = scenario, np.array(scenario.bounds_s(strategies, drafters))
-        return self._known[key][1]
 
 
 def _columns(steps: pd.DataFrame) -> dict[str, Floats]:
@@ -206,12 +177,9 @@ def _ratios(prefix: str, values: Floats, base: Floats | None, seed: int, of_rate
     return columns | {f"{prefix}speed_up{end}": 1.0 / v if v > 0 else math.nan for end, v in ends.items()}
 
 
-def _share(part: Floats, whole: Floats, seed: int, *, less: float = 0.0) -> Interval | None:
-    """Return sum(part) / sum(whole) - less with its interval over RL steps; None where there is nothing to share."""
-    if not whole.all():
-        return None
-    ratio = paired_ratio(part, whole, rng=np.random.default_rng(seed))
-    return replace(ratio, **{name: getattr(ratio, name) - less for name in ("estimate", "low", "high")})
+def _share(part: Floats, whole: Floats, less: float = 0.0) -> float | None:
+    """Return sum(part) / sum(whole) - less; None where there is nothing to share."""
+    return float(part.sum() / whole.sum()) - less if whole.all() else None
 
 
 def _beside_claim(row: Mapping[str, Any], scenario: Scenario) -> dict[str, Any] | None:

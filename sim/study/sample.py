@@ -104,12 +104,6 @@ class Scenarios:
                 break
         return found
 
-    def only(self, rl_steps: Sequence[int]) -> Scenarios:
-        """The same with no more of the trace than these RL steps: for other processes."""
-        part = copy(self)
-        part.trace, part._shared = self._part(rl_steps), {}
-        return part
-
     def under(self, **settings: Any) -> Scenarios:
         """The same with other costs, or another decision block."""
         other = copy(self)

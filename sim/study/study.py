@@ -3,7 +3,8 @@
 A `Study` has cells and fills one long table, a row per cell and RL step, by a backend: "simulated" here, "played" on
 real engines (`tltlab.sim.verification.played`). Everything else is a reducer over that table (`reduce`, `band`).
 
-Columns of the table (`COLUMNS`), beside a column for each axis of the cells:
+Columns of the table (`COLUMNS`), beside a column for each axis of the cells; those of a played rollout are the first
+four, drafters and acceptance:
 
     cell, policy or system   place of the cell in the study, and its name
     backend                  simulated or played
@@ -26,7 +27,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -35,16 +36,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tltlab.arrays import Floats
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError, InputError, TltlabError, one_line
 from tltlab.files import parse_json
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.policies.policy import Policy
-from tltlab.sim.rl_steps import RunResult, run_steps
-from tltlab.sim.scenario import Scenario, budgets_of, is_memoryless
+from tltlab.sim.rl_steps import Colocated, RunResult, Topology, run_steps
+from tltlab.sim.scenario import Scenario, is_memoryless
 from tltlab.sim.simulate import SimResult, simulated
-from tltlab.sim.topology import Colocated, Topology
-from tltlab.strategy import Strategy
 from tltlab.traces.trace import Manifest
 
 from .jobs import side_by_side
@@ -105,28 +105,18 @@ class Cell:
         manifest = self.manifest or Manifest(kind="simulated", num_workers=self.scenario.workers)
         result = simulated(self.scenario, self.policy, self.name, manifest, record_iterations)
         if self.nominal is not None:
-            result = replace(result, bounds_s=self._bounds_s)
+            result = replace(result, bounds_s=partial(self.bounds_s, self.nominal))
         if self.stages is None:
             return result, None
         topology = self.topology or Colocated(gpus_per_worker=self.scenario.costs.tensor_parallel)
         changes = {} if self.system is None else {n: getattr(self.system.system, n) for n in ("fused", "streamed")}
         return result, run_steps(result, self.stages, topology=topology, num_updates=self.num_updates, **changes)
 
-    def bounding(self, nominal: Scenario) -> tuple[Scenario, list[Strategy]] | None:
-        """Return `Scenario.bounding` of a nominal scenario.
-
-        None under a per-request budget, and for a system that rolls out other work.
-        """
-        if budgets_of(self.policy, 1) or (self.system is not None and not self.system.system.same_work):
+    def bounds_s(self, nominal: Scenario) -> Floats | None:
+        """Return `Scenario.bound_of` a nominal scenario; None for a system that rolls out other work."""
+        if self.system is not None and not self.system.system.same_work:
             return None
-        return nominal.bounding(self.policy, self.scenario.acceptance)
-
-    def _bounds_s(self) -> list[float] | None:
-        assert self.nominal is not None
-        if (found := self.bounding(self.nominal)) is None:
-            return None
-        scenario, strategies = found
-        return scenario.bounds_s(strategies, scenario.registry_of({self.name: self.policy}))
+        return nominal.bound_of(self.policy, self.scenario.acceptance)
 
     def makespans(self) -> list[Row]:
         """Return rows with the makespan alone; the macro-steps of a rollout are not kept."""
@@ -190,7 +180,8 @@ class Study:
             policies.setdefault(id(cell.scenario), []).append(cell.policy)
         for scenario in {id(cell.scenario): cell.scenario for cell in self.cells}.values():
             scenario.check_acceptance(policies[id(scenario)])
-        found: dict[int, list[Row]] = {} if journal is None else journal.of(self.cells)
+        journal, keys = journal or Journal(), [_key(cell) for cell in self.cells]
+        found: dict[int, list[Row]] = {at: journal.known[key] for at, key in enumerate(keys) if key in journal.known}
         failed: dict[str, TltlabError] = {}
         # The longest begin first: the last to end then ends about when the others do.
         seconds = [cell.expected_s for cell in self.cells]
@@ -202,8 +193,7 @@ class Study:
                 failed[self.cells[at].label] = result
                 continue
             found[at] = result
-            if journal is not None:
-                journal.add(self.cells[at], result)
+            journal.add(keys[at], result)
         if failed and not found:
             raise next(iter(failed.values()))
         rows = [row for at in range(len(self.cells)) for row in self._labelled(at, found.get(at, ()))]
@@ -280,20 +270,19 @@ def _pickled(scenario: Scenario) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Journal:
-    """A file of finished cells, so that an interrupted study continues, also with more cells.
+    """Results by key, in a file so that interrupted work continues, also with more of it.
 
-    `question` stands for all that the rows depend on beside the cells' names and axes. Raises ConfigError for a file of
-    another question.
+    `question` stands for all that the results depend on beside their keys. Nothing is written without a `path`. Raises
+    ConfigError for a file of another question.
     """
 
-    path: Path
-    question: str
-    done: Callable[[str], None] = lambda label: None
+    path: Path | None = None
+    question: str = ""
 
     @cached_property
-    def _rows(self) -> dict[str, list[Row]]:
-        """Rows by key; a last line that was cut off is ignored."""
-        if not self.path.exists():
+    def known(self) -> dict[str, Any]:
+        """Results by key; a last line that was cut off is ignored."""
+        if self.path is None or not self.path.exists():
             self._append(self.question)
             return {}
         try:
@@ -303,28 +292,22 @@ class Journal:
         head, *lines = text.splitlines(keepends=True) or [""]
         if head.rstrip("\n") != self.question:
             raise ConfigError(
-                f"{self.path} is of another comparison (trace, settings or policies): delete it, or name another --out"
+                f"{self.path} is of another question (trace, settings or policies): delete it, or name another --out"
             )
         if lines and not lines[-1].endswith("\n"):
             self.path.write_text(head + "".join(lines[:-1]), encoding="utf-8")
             lines = lines[:-1]
         return dict(parse_json(line) for line in lines)
 
-    def of(self, cells: Sequence[Cell]) -> dict[int, list[Row]]:
-        """Rows of the cells that are there, by place."""
-        known = {at: self._rows.get(_key(cell)) for at, cell in enumerate(cells)}
-        found = {at: rows for at, rows in known.items() if rows is not None}
-        for at in found:
-            self.done(cells[at].label)
-        return found
-
-    def add(self, cell: Cell, rows: list[Row]) -> None:
-        """Write a finished cell."""
-        self._rows[_key(cell)] = rows
-        self._append(json.dumps([_key(cell), rows]))
-        self.done(cell.label)
+    def add(self, key: str, result: Any) -> None:
+        """Write a result."""
+        self.known[key] = result
+        if self.path is not None:
+            self._append(json.dumps([key, result]))
 
     def _append(self, line: str) -> None:
+        if self.path is None:
+            return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
@@ -338,6 +321,6 @@ def _key(cell: Cell) -> str:
     return json.dumps([cell.name, dict(cell.axes), cell.scenario.seed, rl_steps], sort_keys=True, default=str)
 
 
-def by_rl_step(table: pd.DataFrame, value: str) -> dict[int, np.ndarray[Any, np.dtype[np.float64]]]:
+def by_rl_step(table: pd.DataFrame, value: str) -> dict[int, Floats]:
     """Return the values of each cell in the order of its RL steps."""
     return {int(str(cell)): rows[value].to_numpy(np.float64) for cell, rows in table.groupby("cell", sort=False)}

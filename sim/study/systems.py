@@ -17,8 +17,8 @@ from tltlab.planning.composition import System
 from tltlab.planning.system_binding import BoundSystem, bind, bind_assuming
 from tltlab.planning.systems import find_systems
 from tltlab.sim.engine.requests import Requests
+from tltlab.sim.rl_steps import Colocated, Separate, Topology
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.topology import Colocated, Separate, Topology
 
 from .sample import Scenarios
 from .study import Cell

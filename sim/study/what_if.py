@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.base import Acceptance, GeometricAcceptance
 from tltlab.acceptance.context import ContextAcceptance
-from tltlab.acceptance.load import DEFAULT, DEFAULTS, WITH_EPOCHS, load_acceptance, with_drafter
+from tltlab.acceptance.freshness import FreshAcceptance
+from tltlab.acceptance.load import DEFAULT, DEFAULTS, EARLIER, WITH_EPOCHS, load_acceptance, with_drafter
 from tltlab.acceptance.per_drafter import PerDrafter
+from tltlab.calibration.acceptance import drafter_states, fit_kind
 from tltlab.costs.deployment import GPUS
 from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
 from tltlab.importers.rows import Reading
-from tltlab.importers.sources import Format, TraceSource, read_lengths
+from tltlab.importers.sources import Format, Imported, TraceSource, read_lengths
+from tltlab.importers.step_metrics import SEVERAL_TURNS
 from tltlab.options import Option
 from tltlab.planning.composition import System
 from tltlab.planning.system_binding import BoundSystem
@@ -33,21 +39,345 @@ from tltlab.sim.config import (
     has_epochs,
 )
 from tltlab.sim.placement import EXPECTED
-from tltlab.sim.scenario import Scenario
+from tltlab.sim.scenario import Scenario, policy_name
 from tltlab.sim.simulate import SimResult, outside_calibration, simulated
-from tltlab.sim.tuning.drafter_training import best_table, drafter_training
-from tltlab.stats import paired_speed_up
-from tltlab.traces.trace import Trace
+from tltlab.sim.tuning.search import best_table
+from tltlab.state import DrafterState
+from tltlab.stats import Interval, format_speed_up, interval_ends, paired_speed_up
+from tltlab.traces.trace import Manifest, Trace
 
-from .band import InputErrors, Times, bands
+from .band import Band, InputErrors, SpeedUp, Times, bands
 from .logged import LoggedRun, Running
 from .reduce import Comparison, compared, comparison, intervals_of
 from .sample import Scenarios, small
 from .study import Cell, Study
 from .systems import bind_all, replayable, system_cell
-from .verdict import LEAST, MOST, Answer, WhatIf
 
-_CURVE = (0.3, 0.6, 0.95)
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LEAST, MOST = 0.5, 0.85
+"""Acceptance values that are also tried where none was measured."""
+WITHOUT_TRAINING, WITH_TRAINING = "without_training", "with_training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(SpeedUp):
+    """The best table of one drafter, and its speed-up over plain decoding.
+
+    `placement_gain` is the rollout's time over that under a placement by expected lengths, `accept` the chance that a
+    drafted token is accepted, None where it is not the same for all, and `acceptance` what was granted in words.
+    """
+
+    drafter: str
+    trained: bool
+    policy: Policy
+    times: Times
+    placement_gain: float
+    accept: float | None
+    acceptance: Mapping[str, str]
+
+    @property
+    def rows(self) -> tuple[Any, ...]:
+        """Rows (min_batch, strategy) of the table."""
+        selector = self.policy.selector
+        return selector.rows if isinstance(selector, TableSpec) else ()
+
+    @property
+    def drafts(self) -> bool:
+        """True if the table drafts at any batch size."""
+        return any(row.strategy.speculates for row in self.rows)
+
+    @property
+    def condition(self) -> str:
+        """The acceptance of the drafts, in words."""
+        if self.accept is not None:
+            return f"if {100 * self.accept:.0f} % of drafted tokens are accepted once those before them were"
+        return f"with drafts accepted as in {' and '.join(self.acceptance.values())}"
+
+    def json(self) -> dict[str, Any]:
+        """The keys of an answer in `tltlab what-if --json`."""
+        return {
+            "policy": self.policy.model_dump(mode="json"),
+            "drafters": [self.drafter],
+            "acceptance": dict(self.acceptance),
+            "rollout": self.band.ends_json(),
+            "rl_step": self.rl_step_band and self.rl_step_band.ends_json(),
+            "placement_gain": self.placement_gain,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class WhatIf:
+    """The answer. Of `answers` the first is what needs no training, where there is one, and is what the rest is about.
+
+    `source` is what was read, `config` are the settings that were asked for. `scenario` has the RL steps that were
+    simulated, `plain` those rollouts without speculation, of the seconds `base`. `by_accept` are the times of the first
+    answer's drafter's best tables by acceptance; `with_epochs` is the speed-up with drafts from earlier epochs of the
+    same prompts, None where that is no question. `systems` are rows of `compare`, those of the answers' tables among
+    them. `recorded` is true where the trace has the acceptance. `running` compares with what a log's own run drafts
+    with. `training` is what training the drafter would bring, None where the trace does not know.
+    """
+
+    source: Imported
+    config: SimulationConfig
+    logged: LoggedRun
+    scenario: Scenario
+    plain: SimResult
+    base: Times
+    answers: tuple[Answer, ...]
+    by_accept: Mapping[float, Times]
+    with_epochs: float | None
+    running: Running | None
+    systems: Comparison
+    recorded: bool
+    decision_block: int
+    training: DrafterTraining | None = None
+    wall_s: float = 0.0
+
+    @property
+    def trace(self) -> Trace:
+        return self.source.trace
+
+    @property
+    def best(self) -> Answer:
+        """The answer that needs no training, else the only one."""
+        return self.answers[0]
+
+    @property
+    def is_sampled(self) -> bool:
+        """True if the RL steps that were simulated may be a sample."""
+        return self.logged.scenarios.is_sampled
+
+    @property
+    def setting(self) -> str:
+        """The machine, or its costs."""
+        machine = self.logged.scenarios.machine
+        return machine.name if machine else f"costs {self.scenario.costs_name}"
+
+    @property
+    def _evidence(self) -> dict[str, Any]:
+        return self.scenario.evidence(self.best.policy.strategies)
+
+    @property
+    def evidence(self) -> str:
+        """What the costs were measured on."""
+        is_known = self.scenario.costs.evidence is not None
+        return str(self._evidence["says"]) if is_known else f"costs {self.scenario.costs_name}"
+
+    @property
+    def distance(self) -> str:
+        """How near the measurements of the costs are, without a profile whether the fit covered what is simulated."""
+        if self.scenario.costs.evidence is not None:
+            return str(self._evidence["distance"])
+        if self.scenario.costs.calibrated is None:
+            return "never measured"
+        outside = outside_calibration(self.scenario, self.plain.rollouts)
+        return "interpolated" if outside else "measured together"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was read, measured or assumed."""
+        machine = self.logged.scenarios.machine
+        acceptance = f"acceptance: {self.scenario.acceptance_name}"
+        return (*self.source.notes, *self.logged.notes, acceptance, *(machine.assumed if machine else ()))
+
+    @property
+    def rollout_share(self) -> float | None:
+        """The rollout's share of the RL step: the log's, else it follows from assumed stages (`share_of`)."""
+        if self.logged.share is not None or self.base.step_s is None:
+            return self.logged.share
+        return float(self.base.rollout_s.sum() / self.base.step_s.sum())
+
+    @cached_property
+    def crowded_share(self) -> float:
+        """Share of busy worker time, without speculation, at batch sizes where the policy drafts nothing."""
+        firsts = np.array([row.min_batch for row in self.best.rows])
+        drafts = np.array([row.strategy.speculates for row in self.best.rows])
+        crowded = total = 0.0
+        for columns in (log.columns for rollout in self.plain.rollouts for log in rollout.logs):
+            row = np.searchsorted(firsts, columns.batch, side="right") - 1
+            total += float(columns.seconds.sum())
+            crowded += float(columns.seconds[~drafts[row]].sum())
+        return crowded / total if total else 0.0
+
+    @property
+    def verdict(self) -> str:
+        """The answers in a few sentences."""
+        best, others = self.best, self.answers[1:]
+        head = self._head(best)
+        if self.running is not None:
+            head = f"{self.running.head}. Over plain decoding, s{head[1:]}"
+        turns = next((note.removeprefix(SEVERAL_TURNS) for note in self.notes if note.startswith(SEVERAL_TURNS)), "")
+        parts = [f"An upper bound: {turns}. {head}." if turns else f"{head}."]
+        if round(best.band.low, 2) < 1.0 and best.drafts:
+            parts.append("A slowdown is within that range.")
+        if self.with_epochs is not None:
+            parts.append(f"With earlier epochs of the same prompts to draft from {self.with_epochs:.2f}x.")
+        for other in others:
+            parts.append(f"With a trained drafter ({other.drafter}) {other.band}, {other.condition}.")
+        if (gain := best.placement_gain - 1) >= 0.005:
+            parts.append(f"Placement by expected lengths would make it {gain:.0%} faster still.")
+        return " ".join([*parts, self.limited_by])
+
+    def _head(self, best: Answer) -> str:
+        need = "a trained drafter" if best.trained else "drafts that need no training"
+        epochs = " from earlier epochs of the same prompts" if EARLIER in "".join(best.acceptance.values()) else ""
+        accepted = "as many accepted as were recorded" if self.recorded else best.condition
+        condition = f"with {need} ({best.drafter}{epochs}), {accepted}"
+        step = (
+            "" if (whole := best.rl_step_band) is None else f", the RL step {whole.estimate:.2f}x ({whole.range_text})"
+        )
+        at = self._speed_ups()
+        beside = "; ".join(f"at {100 * chance:.0f} % {at[chance]:.2f}x" for chance in (LEAST, MOST) if chance in at)
+        beside = f"; {beside}" if beside and best.drafts else ""
+        if best.rollout.estimate < 1.005:
+            return f"Speculation would not make the rollout faster {condition}: {best.band}{beside}"
+        return f"Speculation would speed up the rollout {best.band}{step} {condition}{beside}"
+
+    def _speed_ups(self, whole: bool = False) -> dict[float, float]:
+        """Speed-ups of rollouts, or of whole RL steps, by acceptance."""
+        found, own = {}, self.by_accept.get(self.best.accept or 0.0)
+        for chance, times in self.by_accept.items():
+            seconds = times.step_s if whole else times.rollout_s
+            nominal = None if own is None else own.step_s if whole else own.rollout_s
+            band = self.best.rl_step_band if whole else self.best.band
+            if seconds is not None and nominal is not None and band is not None:
+                found[chance] = band.estimate * float(nominal.sum() / seconds.sum())
+        return found
+
+    @property
+    def limited_by(self) -> str:
+        """The main limit of the speed-up."""
+        rows, limits = self.best.rows, []
+        drafts_to = max((row.min_batch for row in rows[1:]), default=1) - 1
+        if not self.best.drafts:
+            limits.append("drafting costs more than it saves at every batch size")
+        elif self.crowded_share > 0.05 and not rows[-1].strategy.speculates:
+            limits.append(
+                f"for {100 * self.crowded_share:.0f} % of their time workers run more than {drafts_to} requests, where "
+                "drafting does not pay"
+            )
+        if self.rollout_share is not None:
+            most = 1.0 / max(1.0 - self.rollout_share, 1e-9)
+            limits.append(
+                f"the rollout is {100 * self.rollout_share:.0f} % of the RL step, so that no rollout could make it "
+                f"more than {most:.1f}x as fast"
+            )
+        return f"Limited by: {'; '.join(limits or ['how many drafted tokens are accepted'])}."
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the best answer, with its provenance."""
+        best = self.best
+        return best.policy.with_provenance(
+            trace=[self.trace.manifest.name], machine=self.setting, costs=[self.scenario.costs_name],
+            acceptance=[" and ".join(best.acceptance.values())], seed=self.config.seed,
+            num_rl_steps=[len(self.trace.rl_steps)], makespan_s=float(best.times.rollout_s.mean()),
+            compared_with="none", band={"rollout": [best.band.low, best.band.high]}, simulated=True,
+        )  # fmt: skip
+
+    @property
+    def assumed(self) -> list[dict[str, str | None]]:
+        """Each assumption, its value, and what the answer would be at the ends of its range, where that is known."""
+        rows: list[dict[str, str | None]] = []
+        for answer in self.answers:
+            for drafter, text in answer.acceptance.items():
+                if f"({DEFAULT}" in text:
+                    ends = answer.band.of_input("acceptance")
+                    effect = f"rollout {ends[0]:.2f}x to {ends[1]:.2f}x"
+                    rows.append({"what": f"acceptance of {drafter}", "value": text, "effect": effect})
+        if self.with_epochs is not None:
+            value = " and ".join(f"{name} {text}" for name, text in WITH_EPOCHS.items())
+            rows.append(
+                {"what": "no earlier epochs of the same prompts", "value": "none in the trace",
+                 "effect": f"with them {value}: rollout {self.with_epochs:.2f}x"}
+            )  # fmt: skip
+        noted = [note for note in self.notes if not note.startswith(("acceptance: ", SEVERAL_TURNS))]
+        return rows + [{"what": note, "value": None, "effect": None} for note in noted]
+
+    def timelines(self) -> tuple[Trace, Trace]:
+        """Simulate the RL step of median rollout time without speculation and under the policy that was found."""
+        manifest, found = Manifest(kind="simulated", num_workers=self.scenario.workers), self.best.policy
+        # The lower of two.
+        median = int(np.argsort(self.base.rollout_s, kind="stable")[(len(self.base.rollout_s) - 1) // 2])
+        example = self.logged.scenarios.of([self.scenario.steps[median].rl_step])
+        plain = simulated(example, load_policy("none"), "none", manifest)
+        return plain.trace, simulated(example, found, policy_name(found), manifest).trace
+
+    def to_frame(self) -> pd.DataFrame:
+        """The systems, one row each."""
+        return pd.DataFrame(self.systems)
+
+    def json(self) -> dict[str, Any]:
+        """The keys of `tltlab what-if --json`, without the systems' rows; `policy` is what a policy file holds."""
+        best, whole = self.best, self._speed_ups(whole=True)
+        names = ("verdict", "setting", "distance", "evidence", "with_epochs", "assumed", "rollout_share",
+                 "crowded_share", "decision_block", "wall_s")  # fmt: skip
+        return {name: getattr(self, name) for name in names} | {
+            "answers": {WITH_TRAINING if a.trained else WITHOUT_TRAINING: a.json() for a in self.answers},
+            "num_rl_steps": len(self.scenario.steps),
+            "num_rl_steps_of": len(self.trace.rl_steps),
+            "num_responses": self.trace.num_rows("outcomes"),
+            "num_workers": self.scenario.workers,
+            "costs": self.scenario.costs_name,
+            "accept": best.accept,
+            "drafters": [best.drafter],
+            "acceptance": dict(best.acceptance),
+            "speedup": {
+                "rollout": best.band.ends_json(),
+                "rl_step": best.rl_step_band and best.rl_step_band.ends_json(),
+            },
+            "band": best.band.json(),
+            "by_accept": [
+                {"accept": at, "rollout": {"mean": mean}, "rl_step": {"mean": whole[at]} if at in whole else None}
+                for at, mean in self._speed_ups().items()
+            ],
+            "makespan_s": self.plain.makespan_s,
+            "share_of": self.logged.share_of,
+            "running": self.running and self.running.json(),
+            "drafter_training": self.training and self.training.json(),
+            "policy": self.policy.model_dump(mode="json"),
+            "drafting": [{"min_batch": row.min_batch, "strategy": str(row.strategy)} for row in best.rows],
+            "columns": {"used": dict(self.source.used), "ignored": list(self.source.ignored)},
+            "notes": list(self.notes),
+        }
+
+    def plot(self) -> Figure:
+        """The answers with their ranges, the first also at other acceptance where that is known; systems' rollouts."""
+        from matplotlib.figure import Figure
+
+        from tltlab.charts import bars
+
+        drawn = {f"rollout, {answer.drafter}": (answer.band.estimate, answer.band) for answer in self.answers}
+        if (whole := self.best.rl_step_band) is not None:
+            drawn[f"RL step, {self.best.drafter}"] = (whole.estimate, whole)
+        others = {at: ratio for at, ratio in self._speed_ups().items() if at != self.best.accept}
+        speed_ups = {name: estimate for name, (estimate, _) in drawn.items()}
+        speed_ups |= {f"{100 * at:.0f} % of {self.best.drafter}'s accepted": ratio for at, ratio in others.items()}
+        low, high = (
+            [getattr(band, end) for _, band in drawn.values()] + [None] * len(others) for end in ("low", "high")
+        )
+        # The systems' bars have room for their names, which are 9 points high.
+        heights = 0.8 + 0.22 * len(speed_ups), 0.8 + 0.22 * len(self.systems)
+        figure = Figure(figsize=(7.2, sum(heights) + 0.4), layout="constrained")
+        top, below = figure.subplots(2, 1, height_ratios=heights)
+        bars(list(speed_ups), list(speed_ups.values()), low, high, xlabel="speed-up, with its 90 % range",
+             reference=1.0, axes=top, title=f"With speculation: {self.setting} (simulated)")  # fmt: skip
+        frame = self.to_frame()
+        bars(frame["title"].tolist(), frame["speed_up"].tolist(), frame["speed_up_low"].tolist(),
+             frame["speed_up_high"].tolist(), xlabel="speed-up of the rollout over VeRL's (intervals: draws only)",
+             title="Systems (simulated)", reference=1.0, axes=below)  # fmt: skip
+        return figure
+
+    def __repr__(self) -> str:
+        return f"<WhatIf: {self.verdict}>"
+
+    def _repr_html_(self) -> str:
+        frame = self.to_frame()[["title", "drafters", "acceptance", "makespan_s", "speed_up", "regret"]]
+        return f"<p><b>{self.verdict}</b></p>{frame.to_html(index=False, float_format=lambda v: f'{v:.3g}')}"
+
+
 _DEFAULT_SYSTEMS = ("verl", "tlt", "tlt-base", "vllm-dynamic")
 
 
@@ -89,6 +419,87 @@ class WhatIfConfig(SimulationConfig):
         return "learned" if self.accept is not None and self.drafter is None else self.drafter
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrafterTraining:
+    """A rollout with a drafter at its best against one at its worst, each with the best table of draft depths.
+
+    `level` is the chance of a drafted token at worst over that at best, `speed_up` how many times as fast the rollout
+    is, `saved_s` the mean seconds of it. `delay_s` are mean seconds by which the recorded trainings held a rollout up,
+    None where none was recorded. `source` names the evidence for the dependence.
+    """
+
+    drafter: str
+    source: str
+    level: float
+    speed_up: Interval
+    saved_s: float
+    delay_s: float | None
+
+    def json(self) -> dict[str, Any]:
+        """The keys of `drafter_training` in `tltlab what-if --json`."""
+        values = {"drafter": self.drafter, "source": self.source, "level": self.level}
+        values |= {"speedup": interval_ends(self.speed_up), "saved_s": self.saved_s, "delay_s": self.delay_s}
+        return values | {"says": str(self)}
+
+    def __str__(self) -> str:
+        held = "" if self.delay_s is None else f"; recorded trainings held a rollout up by {self.delay_s:.2g} s"
+        return (
+            f"Training the drafter {self.drafter} would speed up the rollout {format_speed_up(self.speed_up)}, "
+            f"{self.saved_s:.2g} s less; untrained, a token of it is accepted {self.level:.2f} times as often "
+            f"({self.source}){held}."
+        )
+
+
+def drafter_training(trace: Trace, scenario: Scenario) -> DrafterTraining | None:
+    """Simulate the scenario with the trace's drafter trained and untrained; None where the trace does not know both.
+
+    The two are the best and the worst of the states in acceptance.parquet, where it has several of one drafter, else
+    those of an acceptance.json of kind fresh: just trained, and never again.
+    """
+    known = _known(trace)
+    if known is None:
+        return None
+    model, best, worst, source = known
+    seconds = []
+    for state in (best, worst):
+        settled = replace(scenario, acceptance=model.at_freshness(state))
+        strategies, _ = settled.covered_chains([model.drafter])
+        if not strategies:
+            return None
+        policy = best_table(settled, strategies)
+        seconds.append(np.array([rollout.makespan_s for rollout in settled.rollouts(policy)]))
+    trained, untrained = seconds
+    spot = trace.spot_training
+    delays = None if spot is None or spot.empty else spot.groupby("rl_step")["yield_s"].max().fillna(0.0)
+    return DrafterTraining(
+        drafter=model.drafter,
+        source=source,
+        level=model.ratio(worst) / model.ratio(best),
+        speed_up=paired_speed_up(untrained, trained, scenario.seed),
+        saved_s=float((untrained - trained).mean()),
+        delay_s=None if delays is None else float(delays.mean()),
+    )
+
+
+def _known(trace: Trace) -> tuple[FreshAcceptance, DrafterState, DrafterState, str] | None:
+    """The model, the drafter at its best and at its worst, and where that is from."""
+    with suppress(ConfigError):
+        fitted = fit_kind(trace, "fresh").model
+        assert isinstance(fitted, FreshAcceptance)
+        assert trace.acceptance is not None
+        rows = drafter_states(trace.acceptance[trace.acceptance["drafter"] == fitted.drafter])
+        pairs = rows[["age", "updates"]].drop_duplicates().itertuples(index=False)
+        states = [DrafterState(age=int(age), updates=int(updates)) for age, updates in pairs]
+        states.sort(key=fitted.ratio)
+        worst, best = states[0], states[-1]
+        source = "acceptance.parquet: age {0.age} and {0.updates} updates against age {1.age} and {1.updates}"
+        return fitted, best, worst, source.format(worst, best)
+    model, _ = SimulationConfig().find_acceptance(trace)
+    if not isinstance(model, FreshAcceptance):
+        return None
+    return model, DrafterState(updates=sys.maxsize), DrafterState(age=sys.maxsize), "acceptance.json"
+
+
 def what_if(
     lengths: TraceSource,
     config: WhatIfConfig = WhatIfConfig(),
@@ -121,36 +532,17 @@ def what_if(
     asked = with_default_machine(replace(config, **settings), trace)
     config, drafter, recorded = _with_acceptance(asked, trace)
     logged = LoggedRun.of(Scenarios(trace, config))
-    scenarios = logged.scenarios
     compared_with = list(find_systems(config.systems or _DEFAULT_SYSTEMS))
     # All results are relative to VeRL, which does not speculate.
     verl = SYSTEMS["verl"]
-    drafters = [drafter] if drafter else scenarios.of(trace.rl_steps[:1]).searched_drafters()
+    drafters = [drafter] if drafter else logged.scenarios.of(trace.rl_steps[:1]).searched_drafters()
     ask = _Question(
-        scenarios=scenarios, drafters=drafters, recorded=recorded, logged=logged, jobs=config.jobs,
+        source=source, config=asked, drafters=drafters, recorded=recorded, logged=logged, jobs=config.jobs,
         systems=compared_with if verl in compared_with else [verl, *compared_with], block=decision_interval(trace),
     )  # fmt: skip
-    found = scenarios.answer(ask.answer, ask.is_enough)
-    scenario, best, base, machine = found.scenario, found.answers[0], found.base, scenarios.machine
-    evidence, is_known = scenario.evidence(best.policy.strategies), scenario.costs.evidence is not None
-    # The RL step of median rollout time, the lower of two.
-    median = int(np.argsort(base.rollout_s, kind="stable")[(len(base.rollout_s) - 1) // 2])
-    return WhatIf(
-        trace=trace, used=source.used, ignored=source.ignored, workers=scenario.workers, answers=found.answers,
-        setting=machine.name if machine else f"costs {scenario.costs_name}", costs_name=scenario.costs_name,
-        distance=evidence["distance"] if is_known else _measured_here(scenario, found.plain),
-        evidence=evidence["says"] if is_known else f"costs {scenario.costs_name}",
-        by_accept=found.by_accept, with_epochs=found.with_epochs, plain_s=found.plain.makespan_s,
-        systems=found.systems, decision_block=ask.block,
-        notes=(*source.notes, *logged.notes, f"acceptance: {scenario.acceptance_name}",
-               *(machine.assumed if machine else ())),
-        rollout_share=logged.share if logged.share is not None or base.step_s is None
-        else float(base.rollout_s.sum() / base.step_s.sum()),
-        share_of=logged.share_of, running=found.running, crowded_share=_crowded_share(found.plain, best.policy),
-        training=drafter_training(trace, scenario), recorded=recorded, num_rl_steps=len(scenario.steps),
-        is_sampled=scenarios.is_sampled, wall_s=time.perf_counter() - started,
-        example=scenarios.of([scenario.steps[median].rl_step]), config=asked,
-    )  # fmt: skip
+    found = logged.scenarios.answer(ask.answer, ask.is_enough)
+    training = drafter_training(trace, found.scenario)
+    return replace(found, training=training, wall_s=time.perf_counter() - started)
 
 
 def with_default_machine(config: WhatIfConfig, trace: Trace) -> WhatIfConfig:
@@ -176,24 +568,11 @@ def _with_acceptance(config: WhatIfConfig, trace: Trace) -> tuple[WhatIfConfig, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
-    """Simulations of some RL steps; the answer without training comes first."""
-
-    scenario: Scenario
-    plain: SimResult
-    base: Times
-    answers: tuple[Answer, ...]
-    by_accept: Mapping[float, Times]
-    with_epochs: float | None
-    running: Running | None
-    systems: Comparison
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Question:
     """A question without its RL steps."""
 
-    scenarios: Scenarios
+    source: Imported
+    config: SimulationConfig
     drafters: Sequence[str]
     systems: Sequence[System]
     recorded: bool
@@ -201,24 +580,30 @@ class _Question:
     logged: LoggedRun
     jobs: int | None
 
-    def answer(self, rl_steps: Sequence[int]) -> _Found:
+    def answer(self, rl_steps: Sequence[int]) -> WhatIf:
         """Simulate these RL steps without speculation, under the best table of each drafter, and under each system."""
-        scenario = self.scenarios.of(rl_steps)
-        plain = simulated(scenario, load_policy("none"), "none", self.scenarios.trace.manifest)
-        tables = self._tables(scenario)
-        table = Study(cells=list(self._cells(rl_steps, tables)), jobs=self.jobs)
-        rows = table.table()
-        times = {cell.name: _times(rows[rows["cell"] == at]) for at, cell in enumerate(table.cells)}
-        base = times["none"]
-        best = self._best(scenario, tables, times)
-        answers = tuple(self._answer(scenario, name, tables[name], times, base) for name in best)
-        chances = self._chances(scenario, best[0])
-        curve = dict(zip(chances, self._curve(rl_steps, best[0], chances), strict=True))
-        systems = self._compared(rl_steps, {name: tables[name] for name in best})
-        return _Found(
-            scenario=scenario, plain=plain, base=base, answers=answers, by_accept=curve,
-            with_epochs=self._with_epochs(rl_steps, base), systems=systems,
+        scenario, none = self.logged.scenarios.of(rl_steps), load_policy("none")
+        tables, placed = self._tables(scenario), scenario.placed(EXPECTED)
+        cells = [self._cell(name, policy, scenario) for name, policy in {"none": none, **tables}.items()]
+        cells += [self._cell(f"{name} {EXPECTED}", policy, placed) for name, policy in tables.items()]
+        times = self._times(cells)
+        base, best = times["none"], list[str]()
+        # The fastest drafter that needs no training, then the fastest with a network.
+        for trained in (False, True):
+            names = [name for name in tables if scenario.registry[name].has_network == trained]
+            if names:
+                best.append(min(names, key=lambda name: float(times[name].rollout_s.sum())))
+        answers = tuple(self._answer(scenario, name, tables[name], times) for name in best)
+        by_accept = self._times(self._at_chances(rl_steps, best[0]))
+        epochs = [float(found.rollout_s.sum()) for found in self._times(self._with_epochs(rl_steps)).values()]
+        return WhatIf(
+            source=self.source, config=self.config, logged=self.logged, recorded=self.recorded,
+            decision_block=self.block, scenario=scenario, base=base, answers=answers,
+            plain=simulated(scenario, none, "none", self.source.trace.manifest),
+            by_accept={float(chance): found for chance, found in by_accept.items()},
+            with_epochs=float(base.rollout_s.sum()) / min(epochs) if epochs else None,
             running=self._running(scenario, answers[0], base),
+            systems=self._compared(rl_steps, {name: tables[name] for name in best}),
         )  # fmt: skip
 
     def _tables(self, scenario: Scenario) -> dict[str, Policy]:
@@ -235,37 +620,25 @@ class _Question:
             )
         return tables
 
-    def _cells(self, rl_steps: Sequence[int], tables: Mapping[str, Policy]) -> Iterator[Cell]:
-        """Yield plain decoding and each drafter's table, then the tables under a placement by expected lengths."""
-        here = self.scenarios.of(rl_steps)
-        placed = here.placed(EXPECTED)
-        for name, policy in {"none": load_policy("none"), **tables}.items():
-            yield self._cell(name, policy, here)
-        for name, policy in tables.items():
-            yield self._cell(f"{name} {EXPECTED}", policy, placed)
-
     def _cell(self, name: str, policy: Policy, scenario: Scenario) -> Cell:
         return Cell(name=name, policy=policy, scenario=scenario, stages=self.logged.stages)
 
-    def _best(self, scenario: Scenario, tables: Mapping[str, Policy], times: Mapping[str, Times]) -> list[str]:
-        """Return the fastest drafter that needs no training and the fastest with a network, where there are both."""
-        best = []
-        for trained in (False, True):
-            names = [name for name in tables if scenario.registry[name].has_network == trained]
-            if names:
-                best.append(min(names, key=lambda name: float(times[name].rollout_s.sum())))
-        return best
+    def _times(self, cells: Iterable[Cell]) -> dict[str, Times]:
+        """Simulate the cells; return the seconds of each by its name."""
+        cells, found = list(cells), {}
+        table = Study(cells=cells, jobs=self.jobs).table()
+        for at, cell in enumerate(cells):
+            rows = table[table["cell"] == at]
+            rollout_s, step_s = (rows[name].to_numpy(np.float64) for name in ("makespan_s", "step_s"))
+            found[cell.name] = Times(rollout_s=rollout_s, step_s=step_s if np.isfinite(step_s).all() else None)
+        return found
 
-    def _answer(self, scenario: Scenario, name: str, policy: Policy, times: Mapping[str, Times], base: Times) -> Answer:
-        own, placed, seed = times[name], times[f"{name} {EXPECTED}"], scenario.seed
-        whole = None
-        if base.step_s is not None and own.step_s is not None:
-            whole = paired_speed_up(base.step_s, own.step_s, seed)
-        rollout_band, step_band = bands_of(self, scenario, policy, name, own, base)
-        return Answer(
-            drafter=name, trained=scenario.registry[name].has_network, policy=policy, times=own,
-            rollout=paired_speed_up(base.rollout_s, own.rollout_s, seed), rl_step=whole, band=rollout_band,
-            rl_step_band=step_band, placement_gain=float(own.rollout_s.sum() / placed.rollout_s.sum()),
+    def _answer(self, scenario: Scenario, name: str, policy: Policy, times: Mapping[str, Times]) -> Answer:
+        own, base = times[name], times["none"]
+        return Answer.of(
+            base, own, self._ranges(scenario, policy, name, own, base), scenario.seed, drafter=name,
+            trained=scenario.registry[name].has_network, policy=policy, times=own,
+            placement_gain=float(own.rollout_s.sum() / times[f"{name} {EXPECTED}"].rollout_s.sum()),
             accept=self._chance(name), acceptance=scenario.granted([*scenario.covered_chains([name])[0]])["acceptance"],
         )  # fmt: skip
 
@@ -274,99 +647,88 @@ class _Question:
         drafting, own = self.logged.drafting, self.logged.running([step.rl_step for step in scenario.steps], base)
         if drafting is None or own is None:
             return None
-        ranges = bands_of(self, scenario, answer.policy, answer.drafter, answer.times, own, self.logged.policy)
-        return Running.of(drafting, own, answer.times, ranges, scenario.seed)
+        ranges = self._ranges(scenario, answer.policy, answer.drafter, answer.times, own, self.logged.policy)
+        return Running.of(own, answer.times, ranges, scenario.seed, drafting=drafting)
+
+    def _ranges(
+        self, scenario: Scenario, policy: Policy, drafter: str, own: Times, base: Times, baseline: Policy | None = None
+    ) -> tuple[Band, Band | None]:
+        """Return the ranges of an answer; a table without drafts has those of the best ones at the inputs' ends."""
+        chains, _ = scenario.covered_chains([drafter])
+        strategies = [s for s in policy.strategies if s.speculates]
+        errors = InputErrors.of(scenario, strategies or chains, self.source.trace, recorded=self.recorded)
+        if self.logged.share is not None:
+            errors = replace(errors, seconds=0.0, stages=0.0)
+
+        def policy_at(end: Scenario) -> Policy:
+            return policy if strategies else best_table(end, chains)
+
+        return bands(scenario, policy_at, base, own, errors, baseline=baseline, jobs=self.jobs)
+
+    def _granted(self, drafter: str) -> Acceptance | None:
+        model = self.logged.scenarios.acceptance
+        return model.of(drafter) if isinstance(model, PerDrafter) else model
 
     def _chance(self, drafter: str) -> float | None:
         """Return the chance that a token of a drafter is accepted, where it is the same for all of them."""
-        if self.recorded:
-            return None
-        part = _part(self.scenarios.acceptance, drafter)
+        part = self._granted(drafter)
         inner = part.base if isinstance(part, ContextAcceptance) else part
-        return inner.alpha if isinstance(inner, GeometricAcceptance) else None
+        return inner.alpha if isinstance(inner, GeometricAcceptance) and not self.recorded else None
 
-    def _chances(self, scenario: Scenario, drafter: str) -> list[float]:
-        own = self._chance(drafter)
-        return [] if own is None else sorted({*_CURVE, LEAST, MOST, own})
-
-    def _curve(self, rl_steps: Sequence[int], drafter: str, chances: Sequence[float]) -> list[Times]:
-        """Return the times of the best table where another share of the drafter's tokens is accepted."""
-        granted = self.scenarios.acceptance
-        assert granted is not None
-        part, cells = _part(granted, drafter), []
-        for chance in chances:
+    def _at_chances(self, rl_steps: Sequence[int], drafter: str) -> Iterator[Cell]:
+        """Yield the best tables at other chances of the drafter's tokens; none where these were recorded."""
+        if (known := self._chance(drafter)) is None:
+            return
+        part = self._granted(drafter)
+        for chance in sorted({LEAST, MOST, known}):
             own = GeometricAcceptance(alpha=chance)
-            # The curve is over chances within the trained length.
-            model = with_drafter(
-                granted, drafter, part.with_parts([own]) if isinstance(part, ContextAcceptance) else own
-            )
-            cells.append(self._best_cell(f"{chance}", self.scenarios.of(rl_steps, acceptance=model), drafter))
-        rows = Study(cells=cells, jobs=self.jobs).table() if cells else pd.DataFrame()
-        return [_times(rows[rows["cell"] == at]) for at in range(len(cells))]
+            # The chances are those within the trained length.
+            model = part.with_parts([own]) if isinstance(part, ContextAcceptance) else own
+            yield self._best_cell(str(chance), rl_steps, drafter, model)
 
-    def _best_cell(self, name: str, scenario: Scenario, drafter: str) -> Cell:
+    def _best_cell(self, name: str, rl_steps: Sequence[int], drafter: str, model: Acceptance) -> Cell:
+        """Return the best table of a drafter of this acceptance."""
+        granted = self.logged.scenarios.acceptance
+        assert granted is not None
+        scenario = self.logged.scenarios.of(rl_steps, acceptance=with_drafter(granted, drafter, model))
         return self._cell(name, best_table(scenario, scenario.covered_chains([drafter])[0]), scenario)
 
-    def _with_epochs(self, rl_steps: Sequence[int], base: Times) -> float | None:
-        """Return the speed-up that drafts from earlier epochs of the same prompts would bring.
+    def _with_epochs(self, rl_steps: Sequence[int]) -> Iterator[Cell]:
+        """Yield the best tables of drafts from earlier epochs of the same prompts.
 
         None where the trace has earlier epochs, and where the acceptance of those drafters was given.
         """
-        granted, cells = self.scenarios.acceptance, []
+        granted = self.logged.scenarios.acceptance
         for name, text in WITH_EPOCHS.items():
             usual = f"{DEFAULTS[name]} ({DEFAULT})"
             if name in self.drafters and isinstance(granted, PerDrafter) and granted.texts.get(name) == usual:
-                model = with_drafter(granted, name, load_acceptance(text))
-                cells.append(self._best_cell(name, self.scenarios.of(rl_steps, acceptance=model), name))
-        if not cells:
-            return None
-        rows = Study(cells=cells, details=False).table()
-        return float(base.rollout_s.sum() / rows.groupby("cell")["makespan_s"].sum().min())
+                yield self._best_cell(name, rl_steps, name, load_acceptance(text))
 
     def _compared(self, rl_steps: Sequence[int], tables: Mapping[str, Policy]) -> Comparison:
         """Compare systems, and the answers' tables with the acceptance that is given beside them."""
-        scenarios = self.scenarios.under(decision_block=self.block)
-        nominal, stages = scenarios.of(rl_steps), self.logged.stages
+        scenarios = self.logged.scenarios.under(decision_block=self.block)
+        nominal = scenarios.of(rl_steps)
         bound = bind_all(self.systems, nominal)
         acceptance = replayable(nominal.acceptance, nominal.steps)
         for name, policy in tables.items():
-            system = table_row(name)
+            row = table_row(name)
             bound.append(
-                BoundSystem(
-                    system=system, policy=policy, acceptance=acceptance, spot=None, assumptions=system.assumptions
-                )
+                BoundSystem(system=row, policy=policy, acceptance=acceptance, spot=None, assumptions=row.assumptions)
             )
-        cells = [system_cell(binding, scenarios, rl_steps, stages) for binding in bound]
+        cells = [system_cell(binding, scenarios, rl_steps, self.logged.stages) for binding in bound]
         rows = Study(cells=cells, jobs=self.jobs).table()
         attrs = {
             "baseline": "verl", "num_rl_steps": len(nominal.steps), "num_workers": nominal.workers,
-            "num_rl_steps_of": len(self.scenarios.run), "num_gpus": nominal.workers * nominal.costs.tensor_parallel,
+            "num_rl_steps_of": len(scenarios.run), "num_gpus": nominal.workers * nominal.costs.tensor_parallel,
         }  # fmt: skip
         return comparison(compared(cells, rows, nominal, "verl"), {}, attrs)
 
-    def is_enough(self, found: _Found) -> bool:
+    def is_enough(self, found: WhatIf) -> bool:
         """True if RL steps more would not make the speed-ups much surer, as their costs are off."""
         ratios = [ratio for a in found.answers for ratio in (a.rollout, a.rl_step) if ratio is not None]
         rows: Any = found.systems.to_dict("records")
         ratios += [ratio for name in ("ratio", "step_ratio") for ratio in intervals_of(rows, name)]
-        return small(ratios, found.scenario.evidence(found.answers[0].policy.strategies)["speedup_error"])
-
-
-def bands_of(
-    ask: _Question, scenario: Scenario, policy: Policy, drafter: str, own: Times, base: Times,
-    baseline: Policy | None = None,
-) -> Any:  # fmt: skip
-    """Return the ranges of an answer; a table that drafts nothing has those of the best ones at the inputs' ends."""
-    chains, _ = scenario.covered_chains([drafter])
-    strategies = [s for s in policy.strategies if s.speculates]
-    errors = InputErrors.of(scenario, strategies or chains, ask.scenarios.trace, recorded=ask.recorded)
-    if ask.logged.share is not None:
-        errors = replace(errors, seconds=0.0, stages=0.0)
-
-    def policy_at(end: Scenario) -> Policy:
-        return policy if strategies else best_table(end, chains)
-
-    return bands(scenario, policy_at, base, own, errors, baseline=baseline, jobs=ask.jobs)
+        return small(ratios, found.scenario.evidence(found.best.policy.strategies)["speedup_error"])
 
 
 def table_row(drafter: str) -> System:
@@ -378,37 +740,3 @@ def table_row(drafter: str) -> System:
         algorithm="the exact table of up to four draft depths by batch size for these costs and this acceptance",
         assumptions=("a static split, as VeRL's; the acceptance that the verdict names",),
     )
-
-
-def _part(model: Acceptance | None, drafter: str) -> Acceptance:
-    assert model is not None
-    return model.of(drafter) if isinstance(model, PerDrafter) else model
-
-
-def _times(rows: pd.DataFrame) -> Times:
-    step_s = rows["step_s"].to_numpy(np.float64)
-    return Times(
-        rollout_s=rows["makespan_s"].to_numpy(np.float64), step_s=step_s if np.isfinite(step_s).all() else None
-    )
-
-
-def _crowded_share(plain: SimResult, policy: Policy) -> float:
-    """Return the share of busy worker time, without speculation, at batch sizes where the policy drafts nothing."""
-    selector = policy.selector
-    if not isinstance(selector, TableSpec):
-        return 0.0
-    firsts = np.array([row.min_batch for row in selector.rows])
-    drafts = np.array([row.strategy.speculates for row in selector.rows])
-    crowded = total = 0.0
-    for columns in (log.columns for rollout in plain.rollouts for log in rollout.logs):
-        row = np.searchsorted(firsts, columns.batch, side="right") - 1
-        total += float(columns.seconds.sum())
-        crowded += float(columns.seconds[~drafts[row]].sum())
-    return crowded / total if total else 0.0
-
-
-def _measured_here(scenario: Scenario, plain: SimResult) -> str:
-    """Return how near costs without a profile's evidence are: whether the fit covered what is simulated."""
-    if scenario.costs.calibrated is None:
-        return "never measured"
-    return "interpolated" if outside_calibration(scenario, plain.rollouts) else "measured together"

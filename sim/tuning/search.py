@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -21,10 +20,11 @@ from tltlab.planning.buckets import plan_buckets
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.selector import SelectorSpec
 from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
+from tltlab.sim.scenario import Scenario
+from tltlab.sim.study.study import Journal
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .cases import TuningCase
-from .oracle import ExpectedIteration
+from .cases import ExpectedIteration, TuningCase
 
 EPSILONS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 WINDOWS = (10, 30, 100, 300, 1000)
@@ -231,9 +231,7 @@ def search(
     trials: int,
     seed: int,
     done: Callable[[str], None] = lambda trial: None,
-    journal: Path | None = None,
-    identity: str = "",
-    study_name: str = "tltlab tune",
+    journal: Journal,
 ) -> list[Trial]:
     """Optuna's TPE over a policy's settings, its present ones first. Return the trials, the best one first.
 
@@ -242,9 +240,8 @@ def search(
     No more than `trials` combinations are all tried instead.
 
     Four trials are asked for at a time, however many processes score them: the numbers do not depend on that. Nor on
-    an interruption: trials are kept in `journal`, which Optuna's tools read, and those that are there are asked for
-    again, so that the sampler is where it was, and not scored again. `identity` stands for all that scores depend on.
-    Raises ConfigError for a journal of another one.
+    an interruption: scores are kept in `journal` by policy, and trials whose policy is there are asked for again, so
+    that the sampler is where it was, and not scored again.
     """
     import optuna
 
@@ -261,9 +258,7 @@ def search(
             study.enqueue_trial(dict(zip(choices, values, strict=True)))
     else:
         study.enqueue_trial({name: _nearest(first[name], values) for name, values in choices.items() if name in first})
-    stored = None if journal is None else _journal_study(journal, identity, study_name)
-    before = [] if stored is None else stored.get_trials(deepcopy=False)
-    scores = {trial.user_attrs["policy"]: float(trial.value) for trial in before if trial.value is not None}
+    scores: dict[str, float] = journal.known
     finished: list[Trial] = []
     for begin in range(0, trials, _TRIALS_AT_ONCE):
         open_trials = [study.ask() for _ in range(min(_TRIALS_AT_ONCE, trials - begin))]
@@ -271,40 +266,13 @@ def search(
         policies = [space.policy(combination) for combination in settings]
         keys = [policy.model_dump_json() for policy in policies]
         new = {key: p for key, p in zip(keys, policies, strict=True) if key not in scores}
-        scores |= score(new) if new else {}
+        for key, value in (score(new) if new else {}).items():
+            journal.add(key, value)
         for trial, chosen, policy, key in zip(open_trials, settings, policies, keys, strict=True):
-            if stored is not None and trial.number >= len(before):
-                stored.add_trial(
-                    optuna.trial.create_trial(
-                        value=scores[key], params=trial.params, distributions=trial.distributions,
-                        user_attrs={"policy": key},
-                    )
-                )  # fmt: skip
             study.tell(trial, scores[key])
             finished.append(Trial(settings=chosen, policy=policy, score=scores[key], number=trial.number))
             done(f"best {min(scores.values()):.4g}")
     return sorted(finished, key=lambda trial: trial.score)
-
-
-def _journal_study(journal: Path, identity: str, study_name: str) -> Any:
-    """The study in Optuna's journal file, made where there is none."""
-    import optuna
-    from optuna.storages.journal import JournalFileBackend
-
-    if journal.exists():
-        whole = journal.read_bytes()
-        journal.write_bytes(whole[: whole.rfind(b"\n") + 1])  # a kill may leave half a line
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        storage = optuna.storages.JournalStorage(JournalFileBackend(str(journal)))
-    study = optuna.create_study(storage=storage, study_name=study_name, load_if_exists=True)
-    if study.user_attrs.get("identity", identity) != identity:
-        raise ConfigError(
-            f"{journal} has trials of a tuning on other traces, costs or settings: repeat that one, or remove the file"
-        )
-    study.set_user_attr("identity", identity)
-    return study
 
 
 def _suggested(trial: Any, choices: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -326,3 +294,9 @@ def _nearest(value: Any, values: Sequence[Any]) -> Any:
     if isinstance(value, str):
         return value
     return min(range(len(values)), key=lambda i: abs(cast(float, values[i]) - value))
+
+
+def best_table(scenario: Scenario, strategies: Sequence[Strategy]) -> Policy:
+    """The exact table of at most four rows by batch size, for the scenario's costs and acceptance."""
+    prices = Prices.of([TuningCase(name="best table", trace=0, scenario=scenario)], strategies)
+    return Policy(selector=prices.table(max_buckets=4))

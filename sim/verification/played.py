@@ -30,7 +30,7 @@ from tltlab.files import write_json
 from tltlab.own import split
 from tltlab.policies.policy import EXPLORE, Policy, load_policy
 from tltlab.sim.study.reduce import granted_text
-from tltlab.sim.study.study import COLUMNS, PLAYED, SIMULATED, Cell, Study
+from tltlab.sim.study.study import PLAYED, SIMULATED, Cell, Study
 from tltlab.stats import kendall_tau, mean_interval, non_overlapping_pairs
 from tltlab.traces import metrics
 from tltlab.traces.trace import read
@@ -97,29 +97,19 @@ class Session(RecordedRun):
         return rounds
 
     def played(self) -> pd.DataFrame:
-        """Return each rollout as a row of a study's table, whose seed is the round."""
-        names = list(dict.fromkeys(force.name for force in self.forces.values()))
+        """Return each rollout as a row of a study's table without details, whose seed is the round."""
         rows = []
+        seconds = metrics.rollout_s(self.trace)
         for rl_step, force in self.forces.items():
-            part = self.trace.select([rl_step])
-            seconds, accept_length = metrics.rollout_s(part)[rl_step] or math.nan, metrics.mean_accept_length(part)
-            bubble, worker_s = metrics.bubble_fraction(part), metrics.num_workers(part) * seconds
-            drafts = 0
-            if (iterations := part.iterations) is not None:
-                drafts = int((iterations["batch"] * (iterations["num_drafted"] > 0)).sum())
             drafters = sorted({s.drafter for s in force.policy.strategies if s.speculates})
             known = self.known.get(force.name)
             row = {
-                "cell": names.index(force.name), "policy": force.name, "backend": PLAYED, "rl_step": rl_step,
-                "seed": self.rounds[rl_step], "makespan_s": seconds, "step_s": math.nan,
-                "tokens": float(part.outcomes["response_tokens"].sum()), "old_tokens": 0.0, "wasted_tokens": 0.0,
-                "drafts": drafts, "kept_tokens": drafts * (accept_length or 0.0), "accept_length": accept_length,
-                "idle_s": None if bubble is None else bubble * worker_s, "worker_s": worker_s,
-                "bubble_fraction": bubble, "iterations": part.num_rows("iterations"), "outside": {}, "length_bias": 1.0,
-                "drafters": drafters, "acceptance": granted(known, None if known else FITTED, drafters),
+                "policy": force.name, "backend": PLAYED, "rl_step": rl_step, "seed": self.rounds[rl_step],
+                "makespan_s": seconds[rl_step] or math.nan, "drafters": drafters,
+                "acceptance": granted(known, None if known else FITTED, drafters),
             }  # fmt: skip
             rows.append(row)
-        return pd.DataFrame(rows, columns=["policy", *COLUMNS])
+        return pd.DataFrame(rows)
 
     def predictions(self, name: str) -> Iterator[Cell]:
         """Yield the cells that predict a policy's rollouts.

@@ -28,7 +28,7 @@ from tltlab.policies.selector import Selector
 from tltlab.policies.specs import CustomSpec
 from tltlab.sim.engine.record import SimulatedRollout
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.tuning.oracle import oracle_policy
+from tltlab.sim.tuning.cases import oracle_policy
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 

@@ -21,8 +21,7 @@ from tltlab.costs.stages import (
 )
 from tltlab.errors import ConfigError
 from tltlab.sim import simulate
-from tltlab.sim.rl_steps import run_steps, summary
-from tltlab.sim.topology import Colocated, Pools, Separate, load_topology
+from tltlab.sim.rl_steps import Colocated, Pools, Separate, load_topology, run_steps, summary
 from tltlab.traces import metrics
 from tltlab.traces.lanes import lanes
 from tltlab.traces.trace import read
@@ -61,11 +60,6 @@ def rollouts(*ends):
     return SimpleNamespace(rollouts=[fake_rollout(e, k) for k, e in enumerate(ends)], trace=None)
 
 
-def gpu_s(result, stage):
-    row = result.gpu_s.set_index("stage").loc[stage]
-    return float(row["held_gpu_s"]), float(row["idle_gpu_s"])
-
-
 def test_colocated_stages_follow_each_other():
     result = run_steps(rollouts([10.0, 6.0], [8.0, 8.0]), STAGES_OF_TWO)
     assert result.steps["step_s"].tolist() == [15.75, 13.75]
@@ -79,9 +73,6 @@ def test_colocated_stages_follow_each_other():
 def test_colocated_gpus_idle_in_bubbles_and_during_rewards():
     result = run_steps(rollouts([10.0, 6.0]), STAGES_OF_TWO, topology=Colocated(gpus_per_worker=4))
     assert result.num_gpus == 8
-    assert gpu_s(result, "rollout") == (80.0, 16.0)
-    assert gpu_s(result, "reward") == (4.0, 4.0)
-    assert gpu_s(result, "train") == (32.0, 0.0)
     assert result.idle_gpu_fraction == pytest.approx(20 / (8 * 15.75))
 
 
@@ -108,7 +99,8 @@ def test_separate_gpus_wait_for_each_other():
     assert result.steps["step_s"].tolist() == [15.75, 13.75]
     assert result.num_gpus == 5
     # The engines wait 5.5 s for the trainer in each RL step, the trainer 10 s and 8 s for the engines.
-    assert gpu_s(result, "waiting") == pytest.approx((2 * 11 + 3 * 18, 2 * 11 + 3 * 18))
+    # Beside these, 4 s of a worker's bubble and 0.5 s of grading in each.
+    assert result.busy_gpu_s == pytest.approx(5 * 29.5 - (2 * 11 + 3 * 18) - 4 - 3 * 2 * 0.5)
     first = result.spans[result.spans["rl_step"] == 0]
     worker = first[first["lane"] == "worker 1"]
     assert list(zip(worker["kind"], worker["t_start"], worker["duration"], strict=True)) == [
@@ -180,7 +172,6 @@ def test_one_step_off_it_streams_beside_update_before():
     result = run_steps(simulated, STREAM, topology=OVERLAP, streamed=True)
     # The first is trained at 15 s; its weights wait for the second rollout's end, at 20 s, which is trained at 25 s.
     assert result.steps["step_s"].cumsum().tolist()[0] == pytest.approx(20.25)
-    assert result.gpu_s["held_gpu_s"].sum() == pytest.approx(result.num_gpus * result.run_s)
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9)), min_size=1, max_size=8), st.floats(0, 20))
@@ -246,9 +237,7 @@ def test_every_gpu_second_is_accounted_for_and_repeats(ends, stages, topology):
     result, again = (run_steps(rollouts(*ends), stages, topology=topology) for _ in range(2))
     pd.testing.assert_frame_equal(result.steps, again.steps, check_exact=True)
     pd.testing.assert_frame_equal(result.spans, again.spans, check_exact=True)
-    assert result.gpu_s["held_gpu_s"].sum() == pytest.approx(result.num_gpus * result.run_s)
-    assert (result.gpu_s["idle_gpu_s"] <= result.gpu_s["held_gpu_s"] * (1 + 1e-9)).all()
-    assert 0 <= result.idle_gpu_fraction <= 1
+    assert 0 <= result.busy_gpu_s <= result.num_gpus * result.run_s * (1 + 1e-9)
     lag = np.arange(len(result.steps)) - result.steps["policy_version"].to_numpy()
     assert 0 <= lag.min() <= lag.max() <= topology.max_staleness
     # Lanes are busy or idle, and never two things.

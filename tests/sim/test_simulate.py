@@ -233,12 +233,6 @@ def test_a_policy_is_asked_one_iteration_ahead():
     assert [o.had_prefill for o in policy.built[1].outcomes] == [True, False]
 
 
-def test_a_decision_may_hold_for_a_block():
-    policy = Handing(NO_SPECULATION, CHAIN)
-    simulate(lengths(9), policy, costs=ONE_SECOND, acceptance="constant:1", decision_block=4)
-    assert [o.elapsed_s for o in policy.built[0].outcomes] == [1.0, 1.0, 1.0]
-
-
 def test_selectors_live_through_all_rl_steps():
     policy = Handing(NO_SPECULATION, CHAIN)
     simulate(TRACE, policy, costs=COSTS, acceptance="constant:2")
@@ -305,12 +299,6 @@ def test_plain_decoding_ignores_acceptance():
 def test_impossible_simulations_are_refused(options, message):
     with refused(ConfigError, naming=message):
         simulate(**{"trace": TRACE} | options)
-
-
-def test_a_single_response_meets_its_bound():
-    for options in ({}, {"policy": fixed(), "acceptance": "geometric:0.7"}):
-        result = simulate(lengths(500), costs=COSTS, **options)
-        assert result.summary["regret"] == pytest.approx(0, abs=0.01)
 
 
 def test_the_command_prints_the_summary(tmp_path, capsys):

@@ -21,8 +21,7 @@ from tltlab.sim.cli.compare import SAMPLED
 from tltlab.sim.cli.compare import text as comparison_text
 from tltlab.sim.study.jobs import counted
 from tltlab.sim.study.sample import sample_text
-from tltlab.sim.study.verdict import WhatIf
-from tltlab.sim.study.what_if import WhatIfConfig
+from tltlab.sim.study.what_if import WhatIf, WhatIfConfig
 from tltlab.sim.study.what_if import what_if as run
 from tltlab.traces.metrics import per_step
 
@@ -102,7 +101,7 @@ def what_if(
     if policy_out is not None:
         lines.append(f"{policy_out} is the table of {best.drafter}, which {training}")
         lines.append(f"next: TLTLAB_POLICY={shlex.quote(str(policy_out.absolute()))} python train.py")
-        if reading == Reading() and form is None and answer.share_of != "log" and not lengths.is_fifo():
+        if reading == Reading() and form is None and answer.logged.share_of != "log" and not lengths.is_fifo():
             lines.append(f"  or: {_simulation(answer, config.accept, lengths, policy_out)}")
     elif best.drafts:
         lines.append("next: --policy-out policy.json, then TLTLAB_POLICY=policy.json python train.py")
@@ -131,20 +130,20 @@ def _pictures(answer: WhatIf) -> tuple[Part, ...]:
 def text(answer: WhatIf) -> str:
     """The answer for people, words first."""
     num_of = len(answer.trace.rl_steps)
-    simulated = sample_text([answer.num_rl_steps], num_of, sampled=answer.is_sampled)
-    used = ", ".join(column if column == name else f"{column} ({name})" for name, column in answer.used.items())
+    simulated = sample_text([len(answer.scenario.steps)], num_of, sampled=answer.is_sampled)
+    used = ", ".join(column if column == name else f"{column} ({name})" for name, column in answer.source.used.items())
     evidence = [] if answer.evidence == answer.setting else [answer.evidence.partition(";")[0]]
     rows = [
-        ("on", ", ".join([f"{answer.setting}: {answer.workers} workers", *evidence])),
+        ("on", ", ".join([f"{answer.setting}: {answer.scenario.workers} workers", *evidence])),
         *(
             (f"table of {each.drafter}", ", ".join(f"{row.strategy} from batch {row.min_batch}" for row in each.rows))
             for each in answer.answers
         ),
         *([] if answer.training is None else [("training", str(answer.training))]),
         ("used", used or "a trace"),
-        *([("ignored", ", ".join(answer.ignored))] if answer.ignored else []),
+        *([("ignored", ", ".join(answer.source.ignored))] if answer.source.ignored else []),
         ("responses", f"{answer.trace.num_rows('outcomes')} of {num_of} RL steps"),
-        *([("simulated", simulated)] if answer.num_rl_steps < num_of else []),
+        *([("simulated", simulated)] if len(answer.scenario.steps) < num_of else []),
         *(("assumed", ", ".join(filter(None, each.values()))) for each in answer.assumed),
         ("simulated in", f"{answer.wall_s:.1f} s"),
     ]

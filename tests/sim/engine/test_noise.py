@@ -6,11 +6,8 @@ import pytest
 from bench.simulator import COSTS
 from tltlab.costs.noise import Block, IterationNoise
 from tltlab.lengths.generate import log_normal
-from tltlab.policies.policy import Policy, load_policy
-from tltlab.policies.specs import FixedSpec
-from tltlab.sim import Scenario, simulate
+from tltlab.sim import simulate
 from tltlab.sim.engine.random_numbers import NoiseDraws
-from tltlab.strategy import Strategy
 
 TRACE = log_normal(prompts=6, group_size=4, rl_steps=2, median=150, cap=1000, workers=2)
 NOISE = IterationNoise(ratios=(0.5, 0.75, 1.0, 1.75), blocks=(Block(iterations=16, share=0.6),))
@@ -56,19 +53,3 @@ def test_fluid_mode_has_no_noise():
     for policy in ("none", "table", "beg-mab"):
         noisy = simulate(TRACE, policy, costs=NOISY, acceptance="geometric:0.7").makespan_s
         assert noisy == simulate(TRACE, policy, costs=COSTS, acceptance="geometric:0.7").makespan_s
-
-
-def test_noise_leaves_the_mean_of_a_workers_time():
-    one = log_normal(prompts=4, group_size=4, rl_steps=4, median=300, cap=2000, workers=1)
-    quiet = simulate(one, "none", costs=COSTS, **OPTIONS).makespan_s
-    loud = [simulate(one, "none", costs=NOISY, seed=seed, **OPTIONS).makespan_s for seed in range(30)]
-    assert np.mean(loud) == pytest.approx(quiet, rel=0.02)
-    assert np.std(loud) > 0
-
-
-def test_two_policies_that_do_same_meet_same_noise():
-    scenario = Scenario.of(TRACE, costs=NOISY, **OPTIONS)
-    twins = [Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4))) for _ in range(2)]
-    first, second = ([r.finish_s.tolist() for r in scenario.rollouts(twin)] for twin in twins)
-    assert first == second
-    assert first != [r.finish_s.tolist() for r in scenario.rollouts(load_policy("none"))]

@@ -19,7 +19,6 @@ from tltlab.policies.policy import Activation, Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.study import what_if as questions
 from tltlab.sim.tuning.cases import TuningCase, TuningCases
 from tltlab.sim.tuning.tune import TuneResult
 
@@ -33,11 +32,6 @@ GPUS = {"gpus": "2xH100", "model": "Qwen2.5-7B"}
 MACHINES = [GPUS, {"gpus": "4xH200", "model": "Llama-3.3-70B"}, {"costs": COSTS, "workers": 3}]
 QUICK = {"trials": 0, "repeats": 1}
 SAME = {"rel": 1e-12, "abs": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "_CURVE", ())
 
 
 def acceptances() -> st.SearchStrategy[str]:

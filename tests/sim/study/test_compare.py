@@ -19,6 +19,7 @@ from tltlab.calibration.api import calibrate
 from tltlab.costs.deployment import Deployment
 from tltlab.errors import TraceError
 from tltlab.lengths.generate import log_normal
+from tltlab.sim.study.jobs import counted
 from tltlab.sim.study.study import Cell
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -104,13 +105,12 @@ def test_each_point_is_what_simulate_gives():
         assert row["speed_up_low"] <= row["speed_up"] <= row["speed_up_high"]
 
 
-def test_caps_group_sizes_and_gpus_are_axes():
-    found = compare(FRAME, "none", max_response_tokens=[100], group_size=[2, 4], gpus=["2xH100"], acceptance="0.7")
+def test_caps_and_gpus_are_axes():
+    found = compare(FRAME, "none", max_response_tokens=[100, 50], gpus=["2xH100"], acceptance="0.7")
     machine = Deployment.of("2xH100", "Qwen2.5-7B", tokens=200)
-    for size in (2, 4):
-        kept = FRAME[FRAME.groupby(["step", "group"]).cumcount() < size]
-        expected = simulate(kept, costs=machine.costs, workers=machine.workers, max_response_tokens=100)
-        (row,) = found[found["group_size"] == size].to_dict("records")
+    for row in found.to_dict("records"):
+        cap = row["max_response_tokens"]
+        expected = simulate(FRAME, costs=machine.costs, workers=machine.workers, max_response_tokens=cap)
         assert row["makespan_s"] == pytest.approx(expected.makespan_s, rel=1e-12)
         assert row["step_s"] > row["makespan_s"]
 
@@ -142,17 +142,16 @@ def test_heat_maps_have_panels_or_rows_of_policies():
 
 
 def test_an_interrupted_comparison_continues_with_more_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    journal, finished, simulated = tmp_path / "deep" / "s.cells", [], []
+    journal, simulated = tmp_path / "deep" / "s.cells", []
     rows = Cell.rows
     monkeypatch.setattr(Cell, "rows", lambda cell: (simulated.append(cell.label), rows(cell))[1])
 
-    def twice(label: str) -> None:
-        finished.append(label)
-        if len(finished) == 2:
+    def twice() -> None:
+        if len(simulated) == 3:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        compare(FRAME, "ngram:4", **GRID, journal=journal, done=twice)
+    with pytest.raises(KeyboardInterrupt), counted(twice):
+        compare(FRAME, "ngram:4", **GRID, journal=journal)
     with journal.open("a") as file:
         file.write('["half a li')  # as a killed process leaves it
     more = GRID | {"workers": [1, 2, 3]}
@@ -282,8 +281,6 @@ def test_the_contract_takes_whatever_builds_a_selector(source):
         ({"workers": [1, 1]}, ("workers", 1)),
         ({"workers": 0}, ("workers", 0)),
         ({"max_response_tokens": [0]}, ("max_response_tokens", 0)),
-        ({"group_size": 0}, ("group_size", 0)),
-        ({"group_size": [8]}, (4, 8)),
         ({"gpus": "8xZ1"}, ("Z1", "GPU")),
         ({"gpus": "1xRTX4090", "model": "Llama-3.3-70B"}, ("RTX4090",)),
         ({"acceptance": ["1.5"]}, ("1.5",)),

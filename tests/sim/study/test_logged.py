@@ -12,7 +12,6 @@ from tltlab.doctor.signatures import diagnose
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.sim.config import SimulationConfig
-from tltlab.sim.study import what_if as questions
 from tltlab.sim.study.logged import LoggedRun
 from tltlab.sim.study.sample import Scenarios
 from tltlab.sim.study.what_if import what_if
@@ -24,11 +23,6 @@ ROLLOUT_S, STEP_S = 60.0, 600.0
 MEAN_SCALE = 1.05625
 """Mean over RL steps of what all figures of a log are multiplied with."""
 FAST = {"systems": "verl,vllm-dynamic"}
-
-
-@pytest.fixture(autouse=True)
-def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "_CURVE", ())
 
 
 @pytest.fixture
@@ -57,7 +51,7 @@ def log(tmp_path: Path) -> Callable[..., Path]:
 def test_doctor_and_what_if_state_share_of_log(log: Callable[..., Path]):
     path = log()
     found = what_if(path, **FAST)
-    assert (found.share_of, found.running) == ("log", None)
+    assert (found.logged.share_of, found.running) == ("log", None)
     assert found.rollout_share == pytest.approx(0.1)
     said = next(f for f in diagnose(path).findings if f.code == "rollout-not-bottleneck").evidence
     assert "10%" in said
@@ -66,11 +60,11 @@ def test_doctor_and_what_if_state_share_of_log(log: Callable[..., Path]):
     assert gained > 1.2
     assert found.best.rl_step is not None
     assert found.best.rl_step.estimate == pytest.approx(1 / (0.9 + 0.1 / gained), rel=1e-3)
-    assert found.plain_s == pytest.approx(ROLLOUT_S * MEAN_SCALE)
+    assert found.plain.makespan_s == pytest.approx(ROLLOUT_S * MEAN_SCALE)
 
 
 def test_lengths_alone_have_the_share_of_assumed_stages():
-    assert what_if([[100, 300], [50, 600]], **FAST).share_of == "preset"
+    assert what_if([[100, 300], [50, 600]], **FAST).logged.share_of == "preset"
 
 
 def test_a_drafting_log_is_its_own_baseline(log: Callable[..., Path]):

@@ -43,7 +43,7 @@ STAGES = StageCosts(
 GPU = {"costs": "h100-qwen2.5-32b-tp4", "decision_block": 16}
 ALIKE = {"costs": COSTS, "acceptance": "all=geometric:0.7", "decision_block": 8}
 KEYS = {
-    "system", "makespan_s", "ratio", "ratio_low", "ratio_high", "speed_up", "intervals", "regret", "lossless",
+    "system", "makespan_s", "ratio", "ratio_low", "ratio_high", "speed_up", "regret", "lossless",
     "assumptions", "source", "stand_ins", "step_s", "step_ratio_low", "rollout_share",
 }  # fmt: skip
 
@@ -97,10 +97,6 @@ def test_other_figures_are_those_of_the_simulated_trace(trace: Trace, found: pd.
     assert verl["bubble_fraction"] == pytest.approx(alone["bubble_fraction"])
     assert verl["wasted_share"] == verl["off_policy_share"] == 0.0
     assert verl["tokens_per_s_ratio"] == 1.0
-    for name in ("makespan_s", "tokens_per_s", "bubble_fraction", "regret", "step_s"):
-        low, high = verl["intervals"][name]
-        assert low < verl[name] < high
-    assert found.loc["das", "intervals"]["regret"] is None
     april = found.loc["april"]
     # It trains on other responses than the trace's step has.
     assert april["tokens_per_s_ratio"] == pytest.approx(april["tokens_per_s"] / verl["tokens_per_s"])

@@ -17,7 +17,6 @@ from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.costs.deployment import Deployment
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import load_policy
-from tltlab.sim.study import what_if as questions
 from tltlab.sim.study.reduce import drafters_text, granted_text
 from tltlab.sim.study.what_if import what_if
 from tltlab.traces.metrics import rollout_s
@@ -33,12 +32,6 @@ FAST = {"systems": "verl,vllm-dynamic"}
 MACHINE = ("--gpus", "2xH100", "--model", "Qwen2.5-7B")
 
 
-@pytest.fixture(autouse=True)
-def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Acceptance that nobody asks for is only in the picture."""
-    monkeypatch.setattr(questions, "_CURVE", ())
-
-
 @pytest.fixture
 def lengths(tmp_path: Path) -> Path:
     FRAME.assign(note="x").to_csv(tmp_path / "lengths.csv", index=False)
@@ -49,9 +42,9 @@ def test_an_answer_shows_which_columns_it_used(lengths: Path):
     found, same = what_if(lengths, **FAST), what_if(FRAME.rename(columns={"group": "uid"}), **FAST)
     assert found.trace.outcomes["response_tokens"].tolist() == LENGTHS.ravel().tolist()
     assert (len(found.trace.rl_steps), found.trace.workload["prompt_id"].nunique()) == (3, LENGTHS.shape[1] // 4)
-    assert (found.ignored, found.verdict) == (["note"], same.verdict)
+    assert (found.source.ignored, found.verdict) == (["note"], same.verdict)
     used = {"response_tokens": "response_length", "rl_step": "step", "prompt_tokens": "prompt_len"}
-    assert (found.used, same.used) == (used | {"prompt_id": "group"}, used | {"prompt_id": "uid"})
+    assert (found.source.used, same.source.used) == (used | {"prompt_id": "group"}, used | {"prompt_id": "uid"})
 
 
 @pytest.mark.parametrize(("turns", "bound"), [(7.4, True), (2.0, False)], ids=["several turns", "one turn"])
@@ -182,7 +175,7 @@ def test_what_nobody_can_draft_for_is_not_promised():
 def test_a_recorded_trace_has_costs_and_acceptance():
     found = what_if("traces/tiny", **FAST)
     assert (found.best.accept, found.best.rl_step, found.recorded) == (None, None, True)
-    assert found.workers == tltlab.read("traces/tiny").manifest.num_workers
+    assert found.scenario.workers == tltlab.read("traces/tiny").manifest.num_workers
 
 
 def test_training_drafter_is_reported_where_trace_knows(tmp_path: Path):
@@ -194,7 +187,9 @@ def test_training_drafter_is_reported_where_trace_knows(tmp_path: Path):
     assert (found.training.drafter, found.training.level) == ("learned", pytest.approx(0.5))
     times = found.best.rollout.estimate / stale.best.rollout.estimate
     assert found.training.speed_up.estimate == pytest.approx(times, rel=1e-6)
-    assert found.training.saved_s == pytest.approx(found.plain_s * (1 - 1 / times) / stale.best.rollout.estimate)
+    assert found.training.saved_s == pytest.approx(
+        found.plain.makespan_s * (1 - 1 / times) / stale.best.rollout.estimate
+    )
     assert found.training.delay_s is None
     assert stale.training is None
     assert stale.json()["drafter_training"] is None
@@ -341,7 +336,6 @@ def test_a_result_in_a_notebook():
     found: Any = what_if(LENGTHS, **FAST)
     assert "<table" in found._repr_html_()
     assert found.to_frame()["speed_up"].tolist() == (1 / found.systems["ratio"]).tolist()
-    assert len(found.plot().axes) == 3
-    assert len(what_if("traces/tiny", systems="verl,tlt-base").plot().axes) == 2, "acceptance is known"
+    assert len(found.plot().axes) == 2
     with refused(ConfigError, naming=("70",)):
         what_if(LENGTHS, accept=70)

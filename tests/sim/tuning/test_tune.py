@@ -26,8 +26,7 @@ from tltlab.own import code_allowed
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
 from tltlab.sim import Scenario, simulate
-from tltlab.sim.tuning.cases import TuningCase, TuningCases
-from tltlab.sim.tuning.oracle import ExpectedIteration, oracle_policy
+from tltlab.sim.tuning.cases import ExpectedIteration, TuningCase, TuningCases, oracle_policy
 from tltlab.sim.tuning.search import Prices
 from tltlab.sim.tuning.tune import TuneResult, tune
 from tltlab.stats import paired_ratio
@@ -129,15 +128,6 @@ def chain_of(depth: int) -> Strategy:
 
 def fixed_at(strategy: Strategy) -> Policy:
     return Policy(selector=FixedSpec(strategy=strategy))
-
-
-def test_oracle_of_one_request_is_best_fixed_strategy():
-    one = log_normal(prompts=1, group_size=1, rl_steps=2, median=400, cap=900, workers=1)
-    strategies = [Strategy.chain("ngram", depth) for depth in (1, 2, 4, 8)]
-    scenario = Scenario.of(one, costs=COSTS, acceptance="geometric:0.6", decision_block=2)
-    oracle = np.mean([r.makespan_s for r in scenario.rollouts(oracle_policy(scenario, strategies))])
-    alone = [np.mean([r.makespan_s for r in scenario.rollouts(fixed(depth))]) for depth in (1, 2, 4, 8)]
-    assert oracle == pytest.approx(min(alone))
 
 
 @pytest.mark.parametrize(
@@ -516,7 +506,7 @@ def test_interrupted_tuning_finds_what_it_would_have_found(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         tune(SHORT, **settings, journal=journal, done=interrupted)
     with journal.open("a") as file:
-        file.write('{"op_code": 8, "half')
+        file.write('["half')
     scored: list[int] = []
     makespans = TuningCases.makespans
 
@@ -531,21 +521,21 @@ def test_interrupted_tuning_finds_what_it_would_have_found(tmp_path: Path):
         tune(SHORT, **settings)
     assert resumed.trials == whole.trials
     assert resumed.candidates == whole.candidates
-    assert 1 <= sum(scored) - again <= 6
+    assert 6 <= sum(scored) - again <= 8
     assert [trial.number for trial in sorted(whole.trials, key=lambda t: t.number)] == list(range(9))
     with refused(ConfigError):
         tune(SHORT, **settings | {"acceptance": "geometric:0.6"}, journal=journal)
 
 
-def test_the_command_resumes_and_writes_policy_and_picture(tmp_path: Path, capsys):
-    out, plot = tmp_path / "policy.json", tmp_path / "history.png"
-    journal = tmp_path / "policy.json.trials"
+def test_the_command_resumes_and_writes_policy(tmp_path: Path, capsys):
+    out, journal = tmp_path / "policy.json", tmp_path / "policy.json.trials"
     args = ("tune", TINY, "--out", out, "--trials", 2, "--repeats", 1, "--depths", 4, "--max-buckets", 2)
-    journal.touch()
-    for options, message in (((), "--resume"), (("--resume", "--plot", "x.pdf"), ".png or .svg")):
+    journal.write_text("another\n")
+    for options, message in (((), "--resume"), (("--resume",), "--out")):
         code, _, told = typed(capsys, *args, *options)
         assert (code, message in told) == (2, True)
-    code, shown, _ = typed(capsys, *args, "--resume", "--plot", plot, "--json")
+    journal.unlink()
+    code, shown, _ = typed(capsys, *args, "--resume", "--json")
     told = json.loads(shown)
     assert code == 0
     assert {
@@ -561,7 +551,6 @@ def test_the_command_resumes_and_writes_policy_and_picture(tmp_path: Path, capsy
         "wall_s",
     } <= set(told)
     assert {"makespan_s", "ratio", "ratio_low", "ratio_high", "regret", "acceptance"} <= set(told["candidates"][0])
-    assert plot.read_bytes().startswith(b"\x89PNG")
     policy = load_policy(out)
     assert (policy.provenance["trials"], policy.provenance["verdict"]) == (2, told["verdict"])
     assert simulate(read(TINY), out, placement="recorded").makespan_s > 0

@@ -17,7 +17,6 @@ from tltlab.doctor.signatures import diagnose
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.sim.simulate import simulate
-from tltlab.sim.study import jobs as side
 from tltlab.sim.verification.training_log import fit_log, is_log, verify_log
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
@@ -149,14 +148,6 @@ def test_intervals_of_later_rl_steps_hold(log: Path):
     assert found["forecast_coverage"] >= 0.85
     assert found["constant_median_error"] > 3 * found["median_error"]
     assert all(row["low_s"] < row["predicted_s"] < row["high_s"] for row in found["steps"])
-
-
-@pytest.mark.parametrize("costs", [None, ENGINE])
-def test_processes_change_no_prediction(log: Path, monkeypatch: pytest.MonkeyPatch, costs: str | None):
-    trace = read(log)
-    alone = verify_log(trace, costs=costs, workers=WORKERS).rows
-    monkeypatch.setattr(side, "ALONE_S", 0.0)
-    assert verify_log(trace, costs=costs, workers=WORKERS, jobs=2).rows.equals(alone)
 
 
 def test_what_comes_later_in_log_changes_no_prediction(tmp_path: Path, metrics_of):
