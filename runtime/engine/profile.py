@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 
 from tltlab.calibration.iterations import checked, measured_rows
-from tltlab.calibration.table import MeasuredTableEstimator
+from tltlab.costs.table import MeasuredTableEstimator
 from tltlab.drafters.base import Draft, Key, TextDrafter
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.acceptance.freshness import FreshAcceptance
-from tltlab.calibration.acceptance import drafter_states, fit_kind
+from tltlab.acceptance.freshness import FreshAcceptance, drafter_states
+from tltlab.calibration.acceptance import fit_kind
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.sim.config import SimulationConfig

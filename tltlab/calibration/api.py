@@ -8,18 +8,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.measured import MeasuredAcceptance
+from tltlab.acceptance.measured import MeasuredAcceptance, fit_acceptance
 from tltlab.arrays import Flags, Floats
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts, LinearEstimator, predict
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.records import frozen
 from tltlab.traces.trace import Trace
 
-from .acceptance import fit_acceptance
 from .costs import fit_trace
 from .iterations import iterations_of, recorded_rows
-from .linear import LinearEstimator, predict
 
 
 @frozen

@@ -15,8 +15,11 @@ import pandas as pd
 from tltlab.arrays import Flags, Floats
 from tltlab.costs.base import CostModel
 from tltlab.costs.evidence import Evidence
+from tltlab.costs.linear import LinearEstimator
 from tltlab.costs.noise import IterationNoise, fit_noise
-from tltlab.costs.roofline import Hardware
+from tltlab.costs.roofline import Hardware, RooflineEstimator
+from tltlab.costs.samples import CostEstimator, Iterations
+from tltlab.costs.table import MeasuredTableEstimator, RecordedTableEstimator
 from tltlab.errors import ConfigError
 from tltlab.records import frozen
 from tltlab.traces.trace import Trace
@@ -30,11 +33,8 @@ from .cross_validation import (
     held_out_errors,
     step_folds,
 )
-from .iterations import CostEstimator, Iterations, iterations_of, measured_rows, recorded_rows
-from .linear import LinearEstimator
-from .residuals import coverage, residuals, worker_sums
-from .roofline import RooflineEstimator
-from .table import MeasuredTableEstimator, RecordedTableEstimator
+from .iterations import iterations_of, measured_rows, recorded_rows
+from .residuals import coverage, residuals, row_sums, worker_sums
 
 KINDS = ("linear", "roofline", "table")
 
@@ -105,7 +105,7 @@ def fit_trace(
         "noise": _noise(table, estimator.predictions_),
         "evidence": _evidence(engine, rows, estimator, "RL steps", errors),
     }
-    return _fitted(kind, rows, estimator, update, rows.sums(estimator.predictions_), held_out)
+    return _fitted(kind, rows, estimator, update, row_sums(rows, estimator.predictions_), held_out)
 
 
 def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | None = None) -> CostFit:

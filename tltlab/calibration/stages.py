@@ -14,6 +14,7 @@ import pandas as pd
 
 from tltlab import console
 from tltlab.arrays import Floats
+from tltlab.costs.samples import fit
 from tltlab.costs.stages import (
     STAGES,
     InferenceCosts,
@@ -31,7 +32,6 @@ from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
 from .cross_validation import held_out_predictions, relative_errors
-from .robust import fit
 
 Columns = Callable[[StepWorkload], dict[str, float]]
 """Regressors of a stage, in the order in which its terms are tried."""
@@ -72,7 +72,7 @@ class StageFit:
 def fit_stages(trace: Trace) -> StageFit:
     """Fit each stage of `trace.steps` to what its RL steps worked on.
 
-    Coefficients are non-negative and fitted to relative errors, outliers set aside (`tltlab.calibration.robust`). A
+    Coefficients are non-negative and fitted to relative errors, outliers set aside (`tltlab.costs.samples`). A
     stage has tokens and a base; attention pairs join them where they lower the left-out error by a tenth. Training is
     fitted to all responses and to those of groups whose rewards differ, whichever errs less. These two choices are made
     with the same left-out RL steps that the residuals report. The number of updates is not recorded and is part of the

@@ -13,9 +13,9 @@ import numpy as np
 import pandas as pd
 
 from tltlab.calibration.iterations import recorded_rows
-from tltlab.calibration.linear import fit_recorded, predict
 from tltlab.calibration.stages import measured_stages, stage_table
-from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.base import CostModel
+from tltlab.costs.linear import LinearCosts, fit_recorded, predict
 from tltlab.costs.load import load_costs
 from tltlab.errors import TraceError
 from tltlab.files import json_lines, read_object

@@ -13,9 +13,18 @@ import pandas as pd
 
 from tltlab.arrays import Flags, Floats
 from tltlab.calibration.cross_validation import cross_validated, error_quantiles, leave_one_group_out
-from tltlab.calibration.roofline import RooflineRows, constants_of, fit_constants, known_terms, notes_of, uncertainty
 from tltlab.costs.base import CalibratedRange
-from tltlab.costs.roofline import Constants, Ideal, prefill_token_s
+from tltlab.costs.roofline import (
+    Constants,
+    Ideal,
+    RooflineRows,
+    constants_of,
+    fit_constants,
+    known_terms,
+    notes_of,
+    prefill_token_s,
+    uncertainty,
+)
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model
 

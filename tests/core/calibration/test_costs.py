@@ -19,12 +19,12 @@ from tltlab.calibration.acceptance import fit_kind
 from tltlab.calibration.costs import fit_points, fit_trace
 from tltlab.calibration.cross_validation import held_out_errors
 from tltlab.calibration.iterations import checked, measured_rows, read_step_times, recorded_rows
-from tltlab.calibration.roofline import RooflineEstimator
-from tltlab.calibration.table import MeasuredTableEstimator, RecordedTableEstimator
 from tltlab.cli.calibrate import calibrate as command
-from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.base import CostModel
+from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs, load_stages
-from tltlab.costs.roofline import Hardware, RooflineCosts
+from tltlab.costs.roofline import Hardware, RooflineCosts, RooflineEstimator
+from tltlab.costs.table import MeasuredTableEstimator, RecordedTableEstimator
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, Policy

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from tests.core.costs.models import CHAIN, SHAPED, TABLE
 from tests.core.costs.models import TABLED as COSTS
 from tltlab.calibration.iterations import iterations_of, recorded_rows
-from tltlab.calibration.linear import LinearEstimator
-from tltlab.calibration.table import RecordedTableEstimator, predict_iterations
+from tltlab.calibration.residuals import row_sums
+from tltlab.costs.linear import LinearEstimator
 from tltlab.costs.load import load_costs
 from tltlab.costs.roofline import Hardware
-from tltlab.costs.table import IdealForward, TableCosts
+from tltlab.costs.samples import predict_iterations
+from tltlab.costs.table import IdealForward, RecordedTableEstimator, TableCosts
 from tltlab.hardware import gpu, model
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
@@ -145,7 +146,7 @@ def test_a_trace_of_known_times_gives_them_back():
         assert found.iteration(CHAIN).draft_s(batch) <= truth.iteration(CHAIN).draft_s(batch) + 1e-3
     assert found.prefill_s(1.0) == pytest.approx(1e-5, rel=0.1)
     rows = recorded_rows(trace.iterations)
-    sums = rows.sums(predict_iterations(found, rows))
+    sums = row_sums(rows, predict_iterations(found, rows))
     assert len(sums) == 2
     assert sums["bias"].abs().max() < 0.01
 
@@ -167,7 +168,7 @@ def test_a_table_predicts_rollouts_as_well_as_lines():
     halves = [recorded_rows(iterations_of(trace.select(trace.rl_steps[first::2])), trace.steps) for first in (0, 1)]
     for fit_on, others in (halves, halves[::-1]):
         for name, estimator in (("table", RecordedTableEstimator()), ("linear", LinearEstimator(recorded=True))):
-            sums = others.sums(predict_iterations(estimator.fit(fit_on).costs_, others))
+            sums = row_sums(others, predict_iterations(estimator.fit(fit_on).costs_, others))
             errors[name] += sums["bias"].abs().tolist()
     assert np.mean(errors["table"]) < 1.05 * np.mean(errors["linear"])
 

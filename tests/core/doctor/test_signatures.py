@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from tests.refused import refused
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.doctor.evidence import NotChecked, RunEvidence
 from tltlab.doctor.signatures import CHECKS, SIGNATURES, Finding, diagnose, examine
 from tltlab.errors import TraceError

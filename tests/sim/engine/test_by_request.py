@@ -12,7 +12,7 @@ from tests.refused import refused
 from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
 from tltlab.acceptance.curves import SiblingAcceptance
 from tltlab.acceptance.load import load_acceptance
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import generate, log_normal

@@ -14,7 +14,8 @@ from tests.fakes.curves import CurveAcceptance
 from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
 from tltlab.acceptance.measured import BatchBand, FittedDepth, MeasuredAcceptance
 from tltlab.acceptance.replay import TraceAcceptance
-from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.base import CostModel
+from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.hardware import Gpu

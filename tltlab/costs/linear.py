@@ -1,22 +1,120 @@
-"""Fits the linear cost model to recorded iterations or to a table of measured ones."""
+"""The linear cost model, and its fit to recorded iterations or to a table of measured ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 
 from tltlab.arrays import Flags, Floats
-from tltlab.costs.base import FAR_TOKENS, LinearCosts
+from tltlab.drafters.specs import STANDARD, Drafters
+from tltlab.records import frozen
+from tltlab.strategy import Strategy
 
-from .iterations import CostEstimator, Iterations
-from .residuals import NUM_BANDS, band
-from .robust import fit, non_negative
+from .base import CostModel, IterationCost, Seconds, padded
+from .samples import NUM_BANDS, CostEstimator, Iterations, band, fit, non_negative
 
+FAR_TOKENS = 128
+"""Tokens of an iteration from which on `LinearCosts.far_token_s` counts: on CPU cores and GPUs of today the time per
+token changes between 100 and 250."""
 _ENOUGH_FAR = 200
 """Iterations beyond twice FAR_TOKENS that it takes to fit a slope of their own."""
-DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
+LEVELS = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
+
+
+class LinearCosts(CostModel):
+    """The linear cost model as it stands in a file; None is a term that the data did not identify.
+
+    One iteration with b requests whose contexts sum to S tokens, v tokens to verify per request and draft depth d takes
+
+        base_s + per_request_s*b + per_token_s*b*v + per_context_s*S
+          + [if drafting]              sd_base_s + draft_per_request_s*b
+                                       + d*(draft_level_s + draft_level_per_request_s*b)
+          + [a drafter loaded, d = 0]  sd_idle_s
+
+    `draft_per_request_s` is what finding a draft takes whatever its depth, as a model-free drafter searches once per
+    request. A block drafter counts as one level at any depth. `prefill_per_token_s` is per prompt token. Where nothing
+    was ever verified `per_token_s` is None and its share stands in `per_request_s`: at v = 1 the two are not separately
+    identified. With `far_token_s` tokens beyond the first `FAR_TOKENS` of an iteration take that each: cores compute
+    many at once better than few.
+    """
+
+    kind: Literal["linear"] = "linear"
+    base_s: Seconds | None = None
+    per_request_s: Seconds | None = None
+    per_token_s: Seconds | None = None
+    far_token_s: Seconds | None = None
+    per_context_s: Seconds | None = None
+    sd_base_s: Seconds | None = None
+    sd_idle_s: Seconds | None = None
+    draft_level_s: Seconds | None = None
+    draft_level_per_request_s: Seconds | None = None
+    draft_per_request_s: Seconds = 0.0
+    prefill_per_token_s: Seconds | None = None
+
+    def iteration(
+        self,
+        strategy: Strategy,
+        *,
+        tokens_to_verify: float | None = None,
+        drafter_loaded: bool = False,
+        drafters: Drafters = STANDARD,
+    ) -> LinearIteration:
+        verified = float(strategy.tokens_to_verify) if tokens_to_verify is None else tokens_to_verify
+        fixed, per_request, passes = self.need("base_s"), self.need("per_request_s"), drafters.passes(strategy)
+        draft_fixed = draft_per_request = 0.0
+        if strategy.speculates:
+            fixed += self.need("sd_base_s")
+            draft_fixed = passes * self.need("draft_level_s")
+            draft_per_request = self.draft_per_request_s + passes * self.need("draft_level_per_request_s")
+        elif drafter_loaded:
+            fixed += self.need("sd_idle_s")
+        per_token = self.need("per_token_s") if strategy.speculates else self.per_token_s or 0.0
+        return LinearIteration(
+            fixed_s=fixed,
+            per_request_s=per_request,
+            per_token_s=per_token,
+            far_token_s=per_token if self.far_token_s is None else self.far_token_s,
+            per_context_s=self.need("per_context_s"),
+            draft_fixed_s=draft_fixed,
+            draft_per_request_s=draft_per_request,
+            tokens_to_verify=verified,
+            graph_sizes=self.graph_sizes or (),
+        )
+
+    def prefill_s(self, tokens: float) -> float:
+        return self.need("prefill_per_token_s") * tokens
+
+
+@frozen
+class LinearIteration(IterationCost):
+    """Seconds of one iteration under one strategy, linear in batch, tokens and context.
+
+    >>> LinearCosts(base_s=4e-3, per_request_s=1e-3, per_context_s=0.0).iteration(NO_SPECULATION).seconds(2, 100)
+    0.006
+    """
+
+    fixed_s: float
+    per_request_s: float
+    per_token_s: float
+    far_token_s: float
+    per_context_s: float
+    draft_fixed_s: float
+    draft_per_request_s: float
+    tokens_to_verify: float
+    graph_sizes: tuple[int, ...] = ()
+
+    def without_context_s(self, batch: int) -> float:
+        tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
+        verified = self.per_token_s * min(tokens, FAR_TOKENS) + self.far_token_s * max(tokens - FAR_TOKENS, 0.0)
+        return self.fixed_s + self.per_request_s * batch + verified + self.draft_s(batch)
+
+    def context_slope_s(self, batch: int) -> float:
+        return self.per_context_s
+
+    def draft_s(self, batch: int) -> float:
+        return self.draft_fixed_s + self.draft_per_request_s * batch
 
 
 class LinearEstimator(CostEstimator):
@@ -44,7 +142,7 @@ class LinearEstimator(CostEstimator):
 def fit_recorded(rows: Iterations) -> tuple[LinearCosts, list[str]]:
     """The costs of recorded iterations, and notes on terms that are None or inside others.
 
-    Verification is fitted to duration - draft_s and drafting to draft_s, both as `tltlab.calibration.robust` does:
+    Verification is fitted to duration - draft_s and drafting to draft_s, both as `tltlab.costs.samples` does:
     robust to outliers, and with sums that are right.
     """
     notes: list[str] = []
@@ -106,9 +204,9 @@ def fit_measured(rows: Iterations) -> tuple[LinearCosts, list[str]]:
 def measured_drafting(terms: Mapping[str, float | None], notes: list[str]) -> dict[str, float]:
     """Drafting terms of measured iterations, and notes: 0 for a term that is inside others."""
     notes.append("what a loaded drafter costs in plain decoding was not measured: sd_idle_s is written 0")
-    if inside := [name for name in DRAFTING if terms[name] is None]:
+    if inside := [name for name in LEVELS if terms[name] is None]:
         notes.append(f"{', '.join(inside)} not identified apart from other terms, which include them; written 0")
-    return {name: terms[name] or 0.0 for name in DRAFTING} | {"sd_idle_s": 0.0}
+    return {name: terms[name] or 0.0 for name in LEVELS} | {"sd_idle_s": 0.0}
 
 
 def _columns(rows: Iterations) -> dict[str, Floats]:
