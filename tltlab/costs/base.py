@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from typing import Annotated, Any
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from pydantic import Field, PositiveInt, field_validator
 
+from tltlab.arrays import Floats
 from tltlab.config import FrozenModel, StoredModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
-from tltlab.strategy import Strategy
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .evidence import Evidence
 from .noise import IterationNoise
+
+if TYPE_CHECKING:
+    from .samples import Iterations
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 DRAFTING = ("per_token_s", "sd_base_s", "sd_idle_s", "draft_level_s", "draft_level_per_request_s")
@@ -123,6 +129,27 @@ class CostModel(Coefficients, StoredModel, ABC):
     @abstractmethod
     def prefill_s(self, tokens: float) -> float:
         """Seconds to prefill this many tokens: proportional to them, so that chunks add up to the whole."""
+
+    def predict(self, rows: Iterations) -> Floats:
+        """Seconds of measured iterations: what each verified, drafted and prefilled.
+
+        Drafting counts in the iteration that verifies it: sums over a rollout are right, single rows are off by that.
+        Raises ConfigError for a row that needs a term which the model does not have.
+        """
+        with_drafter = rows.loaded & np.isin(rows.rl_step, rows.rl_step[rows.spec])
+        columns = (rows.batch, rows.tokens_to_verify, rows.context, rows.depth, rows.prefill, with_drafter)
+
+        @cache
+        def cost(depth: int, verify: float, loaded: bool) -> IterationCost:
+            # The width is arbitrary: the verified tokens are passed apart and replace the strategy's own number.
+            strategy = Strategy("learned", depth, 2, 2) if depth > 0 else NO_SPECULATION
+            return self.iteration(strategy, tokens_to_verify=verify, drafter_loaded=loaded and depth == 0)
+
+        seconds = []
+        for batch, verify, context, depth, prefill, loaded in zip(*(c.tolist() for c in columns), strict=True):
+            decoding_s = cost(depth, verify, loaded).seconds(int(batch), context)
+            seconds.append(decoding_s + (self.prefill_s(prefill) if prefill else 0.0))
+        return np.array(seconds, np.float64)
 
 
 class IterationCost(ABC):

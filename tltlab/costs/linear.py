@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from .base import CostModel, IterationCost, Seconds, padded
-from .samples import NUM_BANDS, CostEstimator, Iterations, band, fit, non_negative
+from .samples import NUM_BANDS, Fitted, Iterations, band, non_negative, robust_fit
 
 FAR_TOKENS = 128
 """Tokens of an iteration from which on `LinearCosts.far_token_s` counts: on CPU cores and GPUs of today the time per
@@ -86,6 +86,19 @@ class LinearCosts(CostModel):
     def prefill_s(self, tokens: float) -> float:
         return self.need("prefill_per_token_s") * tokens
 
+    def predict(self, rows: Iterations) -> Floats:
+        if rows.spec.any():
+            self.need("sd_base_s")
+        if (rows.prefill > 0).any():
+            self.need("prefill_per_token_s")
+        return self.identified_s(rows)
+
+    def identified_s(self, rows: Iterations) -> Floats:
+        """Seconds of each row, drafting in the row that did it; terms that are None stand for nothing here."""
+        columns = _verification(rows, far=self.far_token_s is not None) | _drafting(rows)
+        columns["sd_idle_s"] = (rows.loaded & ~rows.spec).astype(np.float64)
+        return np.asarray(sum((getattr(self, name) or 0.0) * x for name, x in columns.items()), np.float64)
+
 
 @frozen
 class LinearIteration(IterationCost):
@@ -117,45 +130,27 @@ class LinearIteration(IterationCost):
         return self.draft_fixed_s + self.draft_per_request_s * batch
 
 
-class LinearEstimator(CostEstimator):
+def fit(rows: Iterations, *, recorded: bool) -> Fitted:
     """Linear costs: robust to outliers for `recorded` rows, which have drafting apart, else by relative errors."""
-
-    costs_: LinearCosts
-
-    def __init__(self, *, recorded: bool) -> None:
-        self.recorded = recorded
-
-    def fit(self, rows: Iterations) -> Self:
-        costs, notes = fit_recorded(rows) if self.recorded else fit_measured(rows)
-        self.costs_ = costs.model_copy(update={"notes": tuple(notes), "calibrated": rows.covered})
-        self.predictions_ = predict(self.costs_, rows)
-        return self
-
-    def predict(self, rows: Iterations) -> Floats:
-        if rows.spec.any():
-            self.costs_.need("sd_base_s")
-        if (rows.prefill > 0).any():
-            self.costs_.need("prefill_per_token_s")
-        return predict(self.costs_, rows)
+    notes: list[str] = []
+    terms = _recorded(rows, notes) if recorded else _measured(rows, notes)
+    costs = LinearCosts.model_validate(terms | {"notes": tuple(notes), "calibrated": rows.covered})
+    return Fitted(costs=costs, predicted_s=costs.identified_s(rows))
 
 
-def fit_recorded(rows: Iterations) -> tuple[LinearCosts, list[str]]:
-    """The costs of recorded iterations, and notes on terms that are None or inside others.
+def _recorded(rows: Iterations, notes: list[str]) -> dict[str, Any]:
+    """Terms of recorded iterations, and notes on terms that are None or inside others.
 
     Verification is fitted to duration - draft_s and drafting to draft_s, both as `tltlab.costs.samples` does:
     robust to outliers, and with sums that are right.
     """
-    notes: list[str] = []
     plain = ~rows.spec
-    columns = _columns(rows)
-    if (rows.verified[rows.spec] >= 2 * FAR_TOKENS).sum() >= _ENOUGH_FAR:
-        columns["per_token_s"] = np.minimum(rows.verified, FAR_TOKENS)
-        columns["far_token_s"] = np.maximum(rows.verified - FAR_TOKENS, 0.0)
+    columns = _verification(rows, far=(rows.verified[rows.spec] >= 2 * FAR_TOKENS).sum() >= _ENOUGH_FAR)
     idle_seen = bool((rows.loaded & plain).any())
     # Comparing RL steps would also measure how the machine's speed drifts; the drafter's own clock does not.
     if idle_seen and (~rows.loaded & plain).any() and not _idle(rows).any():
         columns["sd_idle_s"] = (rows.loaded & plain).astype(np.float64)
-    verify = fit(columns, rows.seconds - rows.draft_s, rows.regime * NUM_BANDS + band(rows.batch), rows.block)
+    verify = robust_fit(columns, rows.seconds - rows.draft_s, rows.regime * NUM_BANDS + band(rows.batch), rows.block)
     terms = dict(verify.coefficients)
     if abs(verify.level - 1.0) > 0.02:
         notes.append(
@@ -174,21 +169,19 @@ def fit_recorded(rows: Iterations) -> tuple[LinearCosts, list[str]]:
     elif rows.spec.all() and terms["sd_base_s"] is None:
         terms["sd_base_s"] = 0.0
         notes.append("every iteration speculates: sd_base_s is inside base_s and written 0")
-    return LinearCosts.model_validate(terms), notes
+    return terms
 
 
-def fit_measured(rows: Iterations) -> tuple[LinearCosts, list[str]]:
-    """The costs of measured iterations, and notes: one non-negative least-squares fit of relative errors.
+def _measured(rows: Iterations, notes: list[str]) -> dict[str, Any]:
+    """Terms of measured iterations, and notes: one non-negative least-squares fit of relative errors.
 
     Drafting is not measured apart here, so a chain's d drafted tokens per request are the same as d more to verify:
     then draft_level_per_request_s is inside per_token_s and written 0.
     """
-    columns = _columns(rows) | {
-        "draft_level_s": rows.next_depth,
-        "draft_level_per_request_s": rows.next_depth * rows.batch,
-    }
-    terms = non_negative(columns, rows.seconds) | {"sd_idle_s": None}
-    notes: list[str] = []
+    drafting = _drafting(rows)
+    del drafting["draft_per_request_s"]
+    columns = _verification(rows, far=False) | drafting
+    terms: dict[str, float | None] = non_negative(columns, rows.seconds) | {"sd_idle_s": None}
     if rows.spec.any():
         terms |= measured_drafting(terms, notes)
     else:
@@ -198,7 +191,7 @@ def fit_measured(rows: Iterations) -> tuple[LinearCosts, list[str]]:
     elif terms["per_token_s"] is None:
         notes.append("per_token_s is not identified: it does not vary apart from other terms")
     _note_unidentified(terms, notes)
-    return LinearCosts.model_validate(terms), notes
+    return terms
 
 
 def measured_drafting(terms: Mapping[str, float | None], notes: list[str]) -> dict[str, float]:
@@ -209,14 +202,28 @@ def measured_drafting(terms: Mapping[str, float | None], notes: list[str]) -> di
     return {name: terms[name] or 0.0 for name in LEVELS} | {"sd_idle_s": 0.0}
 
 
-def _columns(rows: Iterations) -> dict[str, Floats]:
-    return {
+def _verification(rows: Iterations, *, far: bool) -> dict[str, Floats]:
+    """What the terms of verification multiply in each row, earlier ones identified first."""
+    columns = {
         "base_s": np.ones_like(rows.batch),
         "per_request_s": rows.batch,
         "per_context_s": rows.context,
         "sd_base_s": rows.spec.astype(np.float64),
         "per_token_s": rows.verified,
         "prefill_per_token_s": rows.prefill,
+    }
+    if far:
+        columns["per_token_s"] = np.minimum(rows.verified, FAR_TOKENS)
+        columns["far_token_s"] = np.maximum(rows.verified - FAR_TOKENS, 0.0)
+    return columns
+
+
+def _drafting(rows: Iterations) -> dict[str, Floats]:
+    """What the terms of drafting multiply in each row."""
+    return {
+        "draft_level_s": rows.next_depth,
+        "draft_level_per_request_s": rows.next_depth * rows.batch,
+        "draft_per_request_s": rows.batch * (rows.next_depth > 0),
     }
 
 
@@ -234,14 +241,9 @@ def _fit_drafting(rows: Iterations, terms: dict[str, float | None], notes: list[
         terms |= {"draft_level_s": 0.0, "draft_level_per_request_s": 0.0}
         notes.append("drafting time was not recorded apart: it is inside sd_base_s and per_token_s, draft terms are 0")
         return
-    depth, batch = rows.next_depth[drafting], rows.batch[drafting]
-    columns = {
-        "draft_level_s": depth,
-        "draft_level_per_request_s": depth * batch,
-        "draft_per_request_s": batch,
-        "once": np.ones_like(depth),
-    }
-    draft_fit = fit(columns, rows.draft_s[drafting], band(batch), rows.block[drafting])
+    drafts = rows.where(drafting)
+    columns = _drafting(drafts) | {"once": np.ones_like(drafts.batch)}
+    draft_fit = robust_fit(columns, drafts.draft_s, band(drafts.batch), drafts.block)
     once = draft_fit.coefficients.pop("once")
     terms |= draft_fit.coefficients | {"draft_per_request_s": draft_fit.coefficients["draft_per_request_s"] or 0.0}
     if once:
@@ -271,15 +273,3 @@ def _idle(rows: Iterations) -> Flags:
     """Rows that recorded what a loaded drafter took to draft nothing."""
     idle: Flags = rows.draft_known & rows.loaded & (rows.next_depth == 0) & (rows.draft_s > 0)
     return idle
-
-
-def predict(costs: LinearCosts, rows: Iterations) -> Floats:
-    """Duration of each row under the fit; terms that are None stand for nothing here."""
-    c = {name: getattr(costs, name) or 0.0 for name in LinearCosts.model_fields if name.endswith("_s")}
-    far_s = c["per_token_s"] if costs.far_token_s is None else costs.far_token_s
-    verify = c["base_s"] + c["per_request_s"] * rows.batch + c["per_token_s"] * np.minimum(rows.verified, FAR_TOKENS)
-    verify += far_s * np.maximum(rows.verified - FAR_TOKENS, 0.0)
-    verify += c["per_context_s"] * rows.context + c["prefill_per_token_s"] * rows.prefill
-    verify += c["sd_base_s"] * rows.spec + c["sd_idle_s"] * (rows.loaded & ~rows.spec)
-    drafting = rows.next_depth * (c["draft_level_s"] + c["draft_level_per_request_s"] * rows.batch)
-    return verify + drafting + c["draft_per_request_s"] * rows.batch * (rows.next_depth > 0)

@@ -20,7 +20,7 @@ from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from .base import Coefficients, CostModel, IterationCost, Seconds, padded
-from .samples import REGIMES, CostEstimator, Iterations, regimes
+from .samples import REGIMES, Fitted, Iterations, chosen, regimes
 
 Numbers = float | Floats
 _Number = TypeVar("_Number", float, Floats, Numbers)
@@ -324,6 +324,10 @@ class RooflineCosts(CostModel):
     def prefill_s(self, tokens: float) -> float:
         return float(prefill_token_s(self.ideal, self.constants)) * tokens
 
+    def predict(self, rows: Iterations) -> Floats:
+        measured = RooflineRows.of(rows, self.ideal)
+        return measured.iteration_s(self.constants, measured.context)
+
 
 @frozen
 class RooflineIteration(IterationCost):
@@ -393,11 +397,10 @@ class RooflineRows:
     measured: Floats
 
     @classmethod
-    def of(cls, rows: Iterations, hardware: Hardware) -> RooflineRows:
+    def of(cls, rows: Iterations, ideal: Ideal) -> RooflineRows:
         wrong = ~(rows.seconds > 0) | ~(rows.batch > 0)
         if wrong.any():
             raise ConfigError(f"row {int(np.flatnonzero(wrong)[0])} has no positive batch, tp and measured value")
-        ideal = Ideal.of(gpu(hardware.gpu), model(hardware.model), hardware.tp)
         return cls(
             ideal=Ideal(**{f.name: np.full(len(rows), getattr(ideal, f.name), np.float64) for f in fields(Ideal)}),
             batch=rows.batch,
@@ -412,8 +415,7 @@ class RooflineRows:
 
     def where(self, mask: Flags | Ints) -> Self:
         """Return the selected rows."""
-        arrays = {f.name: getattr(self, f.name)[mask] for f in fields(self) if f.name != "ideal"}
-        return type(self)(ideal=Ideal(**{f.name: getattr(self.ideal, f.name)[mask] for f in fields(Ideal)}), **arrays)
+        return replace(chosen(self, mask), ideal=chosen(self.ideal, mask))
 
     @property
     def ranges(self) -> Mapping[str, tuple[float, float, float]]:
@@ -454,54 +456,40 @@ class RooflineRows:
         return self.where(np.sort(np.concatenate([part[:: -(-len(part) // _ENOUGH)] for part in parts if len(part)])))
 
 
-class RooflineEstimator(CostEstimator):
-    """Roofline costs. `recorded` rows are thinned, and their level is that of typical rollouts."""
-
-    def __init__(self, hardware: Hardware, *, recorded: bool) -> None:
-        self.hardware, self.recorded = hardware, recorded
-
-    def fit(self, rows: Iterations) -> Self:
-        all_rows = RooflineRows.of(rows, self.hardware)
-        sample = all_rows.subsampled() if self.recorded else all_rows
-        values, level = fit_constants(sample), 1.0
+def fit(rows: Iterations, hardware: Hardware, *, recorded: bool) -> Fitted:
+    """Roofline costs; `recorded` rows are thinned, and the level is that of typical rollouts."""
+    all_rows = RooflineRows.of(rows, Ideal.of(gpu(hardware.gpu), model(hardware.model), hardware.tp))
+    sample = all_rows.subsampled() if recorded else all_rows
+    values, level = fit_constants(sample), 1.0
+    notes = notes_of(sample, values)
+    if recorded:
+        predicted, blocks = all_rows.predict(values), (rows.block == number for number in np.unique(rows.block))
+        level = float(np.median([math.fsum(rows.seconds[block]) / math.fsum(predicted[block]) for block in blocks]))
+    if abs(level - 1.0) > _LEVEL:
+        # Constants have bounds, so the level cannot simply multiply them.
+        sample = replace(sample, measured=sample.measured * level)
+        values = fit_constants(sample)
         notes = notes_of(sample, values)
-        if self.recorded:
-            measured, predicted = (np.bincount(rows.block, s) for s in (rows.seconds, all_rows.predict(values)))
-            there = predicted > 0
-            level = float(np.median(measured[there] / predicted[there]))
-        if abs(level - 1.0) > _LEVEL:
-            # Constants have bounds, so the level cannot simply multiply them.
-            sample = replace(sample, measured=sample.measured * level)
-            values = fit_constants(sample)
-            notes = notes_of(sample, values)
-            notes.append(
-                f"outliers: typical iterations times {level:.3f} give a typical rollout's time, as these costs do"
-            )
-        constants = constants_of(values)
-        if constants.sd_base_s is not None:
-            # Whatever a loaded drafter takes in plain iterations is in their times, and so in the constants.
-            notes.append(
-                "what a loaded drafter costs in plain decoding is inside the other constants: sd_idle_s is written 0"
-            )
-            constants = constants.model_copy(update={"sd_idle_s": 0.0})
-        # The largest iteration with prompts limits what rides in the simulator's.
-        tokens = (rows.verified + rows.prefill)[rows.prefill > 0]
-        self.costs_ = RooflineCosts(
-            gpu=self.hardware.gpu,
-            model=self.hardware.model,
-            tp=self.hardware.tp,
-            constants=constants,
-            calibrated=rows.covered,
-            max_num_batched_tokens=math.ceil(tokens.max()) if len(tokens) else None,
-            notes=tuple(notes),
+        notes.append(f"outliers: typical iterations times {level:.3f} give a typical rollout's time, as these costs do")
+    constants = constants_of(values)
+    if constants.sd_base_s is not None:
+        # Whatever a loaded drafter takes in plain iterations is in their times, and so in the constants.
+        notes.append(
+            "what a loaded drafter costs in plain decoding is inside the other constants: sd_idle_s is written 0"
         )
-        self.constants_ = constants
-        self.predictions_ = self.predict(rows)
-        self.open_ = uncertainty(sample, values)
-        return self
-
-    def predict(self, rows: Iterations) -> Floats:
-        return RooflineRows.of(rows, self.hardware).predict(known_terms(self.constants_))
+        constants = constants.model_copy(update={"sd_idle_s": 0.0})
+    # The largest iteration with prompts limits what rides in the simulator's.
+    tokens = (rows.verified + rows.prefill)[rows.prefill > 0]
+    costs = RooflineCosts(
+        gpu=hardware.gpu,
+        model=hardware.model,
+        tp=hardware.tp,
+        constants=constants,
+        calibrated=rows.covered,
+        max_num_batched_tokens=math.ceil(tokens.max()) if len(tokens) else None,
+        notes=tuple(notes),
+    )
+    return Fitted(costs=costs, predicted_s=costs.predict(rows), open=uncertainty(sample, values))
 
 
 def fit_constants(rows: Measurements, start: Mapping[str, float] | None = None) -> dict[str, float]:
@@ -580,7 +568,3 @@ def _slopes(rows: Measurements, values: Mapping[str, float]) -> Floats:
 def constants_of(values: Mapping[str, float]) -> Constants:
     """Values by name as constants; those of other names are left out."""
     return Constants.model_construct(None, **{n: float(v) for n, v in values.items() if n in Constants.model_fields})
-
-
-def known_terms(constants: Constants) -> dict[str, float]:
-    return {name: value for name, value in constants.model_dump().items() if value is not None}

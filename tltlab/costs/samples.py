@@ -12,19 +12,16 @@ does not slow down the prediction of all others.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from functools import cache
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from tltlab.arrays import Flags, Floats, Ints
 from tltlab.records import frozen
-from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .base import CalibratedRange, CostModel, IterationCost
+from .base import CalibratedRange, CostModel
 
 BANDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Upper ends of the batch bands; the last is open."""
@@ -42,6 +39,7 @@ def regimes(prefill: Floats, spec: Flags) -> Ints:
     return np.where(prefill > 0, 2, spec.astype(np.int64))
 
 
+_Record = TypeVar("_Record", bound=Any)
 _ROUNDS = 6
 _MADS = 4.0
 
@@ -65,7 +63,6 @@ class Iterations:
     verified: Floats
     depth: Ints
     top_k: Floats
-    spec: Flags
     loaded: Flags
     next_depth: Floats
     drafted_depth: Floats
@@ -79,9 +76,14 @@ class Iterations:
     def __len__(self) -> int:
         return len(self.batch)
 
+    @property
+    def spec(self) -> Flags:
+        """Rows that verified a draft."""
+        return self.depth > 0
+
     def where(self, mask: Flags | Ints) -> Iterations:
         """Return the selected rows."""
-        return Iterations(**{f.name: getattr(self, f.name)[mask] for f in fields(self)})
+        return chosen(self, mask)
 
     @property
     def covered(self) -> CalibratedRange:
@@ -90,51 +92,30 @@ class Iterations:
         return CalibratedRange(**{name: (float(x.min()), float(x.max())) for name, x in spans.items()})
 
 
-class CostEstimator(ABC):
-    """Fits a cost model to iterations.
-
-    Learned: `costs_`, and `predictions_`, the seconds of the rows that it was fitted to; a term that these do not
-    identify stands for nothing there, while `predict` raises ConfigError where other rows need it. `open_` is the
-    standard deviation that the rows leave to those predictions, relative; None where that is not worked out.
-    """
-
-    costs_: CostModel
-    predictions_: Floats
-    open_: Floats | None = None
-
-    @abstractmethod
-    def fit(self, rows: Iterations) -> Self: ...
-
-    @abstractmethod
-    def predict(self, rows: Iterations) -> Floats: ...
-
-
-def predict_iterations(costs: CostModel, rows: Iterations) -> Floats:
-    """Seconds of each row under any cost model: what it verified, drafted and prefilled.
-
-    Drafting counts in the iteration that verifies it: sums over a rollout are right, single rows are off by that.
-    """
-    with_drafter = rows.loaded & np.isin(rows.rl_step, rows.rl_step[rows.spec])
-    columns = (rows.batch, rows.tokens_to_verify, rows.context, rows.depth, rows.prefill, with_drafter)
-
-    @cache
-    def cost(depth: int, verify: float, loaded: bool) -> IterationCost:
-        # The width is arbitrary: the verified tokens are passed apart and replace the strategy's own number.
-        strategy = Strategy("learned", depth, 2, 2) if depth > 0 else NO_SPECULATION
-        return costs.iteration(strategy, tokens_to_verify=verify, drafter_loaded=loaded and depth == 0)
-
-    each_row = zip(*(column.tolist() for column in columns), strict=True)
-    return np.array(
-        [
-            cost(depth, verify, loaded).seconds(int(batch), context) + (costs.prefill_s(prefill) if prefill else 0.0)
-            for batch, verify, context, depth, prefill, loaded in each_row
-        ],
-        np.float64,
-    )
+def chosen(record: _Record, mask: Flags | Ints) -> _Record:
+    """The record with the selected rows of its arrays."""
+    arrays = ((f.name, getattr(record, f.name)) for f in fields(record))
+    return replace(record, **{name: rows[mask] for name, rows in arrays if isinstance(rows, np.ndarray)})
 
 
 @frozen
-class Fit:
+class Fitted:
+    """A cost model fitted to iterations, and the seconds of these by it.
+
+    A term that the iterations do not identify stands for nothing in `predicted_s`. `open` is the standard deviation
+    that the iterations leave to these predictions, relative; None where that is not worked out.
+    """
+
+    costs: CostModel
+    predicted_s: Floats
+    open: Floats | None = None
+
+
+Fit = Callable[[Iterations], Fitted]
+
+
+@frozen
+class RobustFit:
     """Coefficients per column, None where the data do not separate the column from those before it.
 
     `level` is the factor from typical rows to the sum of a block: 1.1 means a tenth of the time is in outliers.
@@ -144,7 +125,7 @@ class Fit:
     level: float
 
 
-def fit(columns: dict[str, Floats], y: Floats, groups: Ints, blocks: Ints) -> Fit:
+def robust_fit(columns: dict[str, Floats], y: Floats, groups: Ints, blocks: Ints) -> RobustFit:
     """Fit y = sum of coefficient * column, all coefficients >= 0.
 
     `groups` numbers the rows of one kind: outliers are sought among these, so a rare kind of row is not taken for one.
@@ -153,7 +134,7 @@ def fit(columns: dict[str, Floats], y: Floats, groups: Ints, blocks: Ints) -> Fi
     names = identified(columns)
     coefficients: dict[str, float | None] = dict.fromkeys(columns)
     if not names:
-        return Fit(coefficients=coefficients, level=1.0)
+        return RobustFit(coefficients=coefficients, level=1.0)
     x = np.column_stack([columns[name] for name in names])
     typical, weight = np.ones(len(y), dtype=bool), np.ones(len(y))
     solution = _least_squares(x, y, weight)
@@ -164,7 +145,7 @@ def fit(columns: dict[str, Floats], y: Floats, groups: Ints, blocks: Ints) -> Fi
         solution = _least_squares(x[typical], y[typical], weight[typical])
     level = _level(y, x @ solution, blocks)
     coefficients |= {name: float(c) * level for name, c in zip(names, solution, strict=True)}
-    return Fit(coefficients=coefficients, level=level)
+    return RobustFit(coefficients=coefficients, level=level)
 
 
 def _level(y: Floats, predicted: Floats, blocks: Ints) -> float:

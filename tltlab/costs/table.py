@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from dataclasses import replace
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, PositiveInt, field_validator, model_validator
@@ -27,7 +27,7 @@ from tltlab.strategy import Strategy
 from .base import CalibratedRange, CostModel, IterationCost, Seconds, padded
 from .linear import LEVELS, measured_drafting
 from .roofline import Hardware, rounded_max
-from .samples import NUM_BANDS, CostEstimator, Iterations, band, fit, non_negative, predict_iterations
+from .samples import NUM_BANDS, Fitted, Iterations, band, non_negative, robust_fit
 
 LEAST_S = 1e-9
 DIP = 0.05
@@ -289,111 +289,94 @@ def _running_maximum(axis: str, at: list[float], name: str, values: list[float])
     return monotone
 
 
-class TableEstimator(CostEstimator):
-    """Fits a table, which predicts row by row."""
+def fit(rows: Iterations, hardware: Hardware | None = None, *, recorded: bool) -> Fitted:
+    """A table of a recorded trace, or of measured iterations to which a roofline may give its shape between the knots.
 
-    costs_: TableCosts
+    The knots of a trace are at powers of four of batch and of tokens. It is robust to outliers as linear costs are,
+    with the same split of an iteration into verification and drafting.
 
-    def predict(self, rows: Iterations) -> Floats:
-        return predict_iterations(self.costs_, rows)
-
-
-class RecordedTableEstimator(TableEstimator):
-    """A table of a recorded trace: knots at powers of four of batch and of tokens.
-
-    Robust to outliers as linear costs are, with the same split of an iteration into verification and drafting.
+    Measured iterations that prefilled nothing have one non-negative least-squares fit of relative errors, in which
+    times can only grow with tokens, with batch and with context: noise that falls is smoothed. Drafting is a base and a
+    time per level, so depths between those that were measured are interpolated. Prefill is the median over the rows
+    that have it of the seconds that the rest of the iteration leaves. Raises ConfigError for a single context per
+    batch, which shows nothing of attention.
     """
-
-    def fit(self, rows: Iterations) -> Self:
-        forward_at, batch_at = _knots(rows.verified), _knots(rows.batch)
-        # One slope for all batches: on recorded traces a slope for each predicts other RL steps worse.
-        columns = forward_columns(rows.verified, forward_at) | {"per_context_s": rows.context}
-        columns |= fixed_columns(rows.batch, batch_at)
-        columns |= {"sd_base_s": rows.spec.astype(np.float64), "prefill_per_token_s": rows.prefill}
-        # An iteration that prefills is of no other regime, speculative or not.
-        groups = rows.regime * NUM_BANDS + band(rows.batch)
-        coefficients = fit(columns, rows.seconds - rows.draft_s, groups, rows.block).coefficients
-        terms: dict[str, float | None] = {"prefill_per_token_s": coefficients["prefill_per_token_s"]}
-        notes = []
-        if coefficients["prefill_per_token_s"] is None:
-            notes.append("no iteration prefilled: prefill_per_token_s is null")
-        if rows.spec.any():
-            terms |= _drafting_terms(rows)
-            terms["sd_base_s"] = (coefficients["sd_base_s"] or 0.0) + (terms["sd_base_s"] or 0.0)
-            if not ((rows.next_depth > 0) & (rows.draft_s > 0)).any():
-                notes.append("drafting time was not recorded apart: it is inside sd_base_s and forward, levels are 0")
-            idle = rows.draft_s[~rows.spec & (rows.draft_s > 0) & (rows.next_depth == 0)]
-            terms["sd_idle_s"] = float(idle.mean()) if len(idle) else 0.0
-            if not len(idle):
-                notes.append(
-                    "what a loaded drafter costs in plain decoding was not recorded apart: sd_idle_s is written 0"
-                )
-        else:
-            notes.append("nothing was speculated: the drafting terms are null")
-        knots = {
-            "forward": forward_knots(coefficients, forward_at),
-            "attention": attention_knots(coefficients, batch_at, coefficients["per_context_s"] or 0.0),
-            "calibrated": rows.covered,
-            "notes": tuple(notes),
-        }
-        self.costs_ = TableCosts.model_validate(knots | terms)
-        self.predictions_ = self.predict(rows)
-        return self
+    costs = _recorded(rows) if recorded else _measured(rows, hardware)
+    return Fitted(costs=costs, predicted_s=costs.predict(rows))
 
 
-class MeasuredTableEstimator(TableEstimator):
-    """A table through measured iterations; a roofline gives it its shape between the knots.
+def _recorded(rows: Iterations) -> TableCosts:
+    forward_at, batch_at = _knots(rows.verified), _knots(rows.batch)
+    # One slope for all batches: on recorded traces a slope for each predicts other RL steps worse.
+    columns = forward_columns(rows.verified, forward_at) | {"per_context_s": rows.context}
+    columns |= fixed_columns(rows.batch, batch_at)
+    columns |= {"sd_base_s": rows.spec.astype(np.float64), "prefill_per_token_s": rows.prefill}
+    # An iteration that prefills is of no other regime, speculative or not.
+    groups = rows.regime * NUM_BANDS + band(rows.batch)
+    coefficients = robust_fit(columns, rows.seconds - rows.draft_s, groups, rows.block).coefficients
+    terms: dict[str, float | None] = {"prefill_per_token_s": coefficients["prefill_per_token_s"]}
+    notes = []
+    if coefficients["prefill_per_token_s"] is None:
+        notes.append("no iteration prefilled: prefill_per_token_s is null")
+    if rows.spec.any():
+        terms |= _drafting_terms(rows)
+        terms["sd_base_s"] = (coefficients["sd_base_s"] or 0.0) + (terms["sd_base_s"] or 0.0)
+        if not ((rows.next_depth > 0) & (rows.draft_s > 0)).any():
+            notes.append("drafting time was not recorded apart: it is inside sd_base_s and forward, levels are 0")
+        idle = rows.draft_s[~rows.spec & (rows.draft_s > 0) & (rows.next_depth == 0)]
+        terms["sd_idle_s"] = float(idle.mean()) if len(idle) else 0.0
+        if not len(idle):
+            notes.append("what a loaded drafter costs in plain decoding was not recorded apart: sd_idle_s is written 0")
+    else:
+        notes.append("nothing was speculated: the drafting terms are null")
+    knots = {
+        "forward": forward_knots(coefficients, forward_at),
+        "attention": attention_knots(coefficients, batch_at, coefficients["per_context_s"] or 0.0),
+        "calibrated": rows.covered,
+        "notes": tuple(notes),
+    }
+    return TableCosts.model_validate(knots | terms)
 
-    One non-negative least-squares fit of relative errors to those that prefilled nothing, in which times can only grow
-    with tokens, with batch and with context: noise that falls is smoothed. Drafting is a base and a time per level, so
-    depths between those that were measured are interpolated. Prefill is the median over the rows that have it of the
-    seconds that the rest of the iteration leaves. Raises ConfigError for a single context per batch, which shows
-    nothing of attention.
-    """
 
-    def __init__(self, hardware: Hardware | None = None) -> None:
-        self.hardware = hardware
+def _measured(rows: Iterations, hardware: Hardware | None) -> TableCosts:
+    costs = _decoding(rows.where(rows.prefill == 0), hardware)
+    prefilled = rows.where(rows.prefill > 0)
+    if len(prefilled):
+        rest_s = costs.predict(replace(prefilled, prefill=np.zeros(len(prefilled))))
+        each_s = max(float(np.median((prefilled.seconds - rest_s) / prefilled.prefill)), 0.0)
+        update: dict[str, Any] = {"prefill_per_token_s": each_s}
+    else:
+        update = {"notes": (*costs.notes, "no iteration prefilled: prefill_per_token_s is null")}
+    return costs.model_copy(update=update)
 
-    def fit(self, rows: Iterations) -> Self:
-        costs = self._decoding(rows.where(rows.prefill == 0))
-        prefilled = rows.where(rows.prefill > 0)
-        if len(prefilled):
-            rest_s = predict_iterations(costs, replace(prefilled, prefill=np.zeros(len(prefilled))))
-            each_s = max(float(np.median((prefilled.seconds - rest_s) / prefilled.prefill)), 0.0)
-            update: dict[str, Any] = {"prefill_per_token_s": each_s}
-        else:
-            update = {"notes": (*costs.notes, "no iteration prefilled: prefill_per_token_s is null")}
-        self.costs_ = costs.model_copy(update=update)
-        self.predictions_ = self.predict(rows)
-        return self
 
-    def _decoding(self, rows: Iterations) -> TableCosts:
-        if not len(rows):
-            raise ConfigError("there are no measured iterations to make a table of")
-        pairs = np.unique(np.stack([rows.batch, rows.context]), axis=1)
-        if np.unique(pairs[0], return_counts=True)[1].max() < 2:
-            raise ConfigError("measured iterations have one context_tokens per batch: measure each at two or more")
-        forward_at, batch_at = np.unique(rows.verified), np.unique(rows.batch)
-        columns = forward_columns(rows.verified, forward_at) | context_columns(rows.batch, rows.context, batch_at)
-        columns |= fixed_columns(rows.batch, batch_at)
-        notes: list[str] = []
-        drafts = bool(rows.spec.any())
-        if drafts:
-            columns |= {"sd_base_s": rows.spec.astype(np.float64)}
-            columns |= {"draft_level_s": rows.next_depth, "draft_level_per_request_s": rows.next_depth * rows.batch}
-        # Every batch and depth has different tokens: a curve through all of them would leave no time for drafting.
-        # Among the curves that fit the measurements, the straightest is taken.
-        bends = forward_bends(rows.verified, rows.seconds, forward_at) if drafts else []
-        coefficients = non_negative(columns, rows.seconds, small=bends)
-        terms = measured_drafting(coefficients, notes) if drafts else {}
-        knots: dict[str, Any] = {
-            "forward": forward_knots(coefficients, forward_at),
-            "attention": attention_knots(coefficients, batch_at),
-            "roofline": self.hardware,
-            "calibrated": rows.covered,
-            "notes": tuple(notes),
-        }
-        return TableCosts.model_validate(knots | terms)
+def _decoding(rows: Iterations, hardware: Hardware | None) -> TableCosts:
+    if not len(rows):
+        raise ConfigError("there are no measured iterations to make a table of")
+    pairs = np.unique(np.stack([rows.batch, rows.context]), axis=1)
+    if np.unique(pairs[0], return_counts=True)[1].max() < 2:
+        raise ConfigError("measured iterations have one context_tokens per batch: measure each at two or more")
+    forward_at, batch_at = np.unique(rows.verified), np.unique(rows.batch)
+    columns = forward_columns(rows.verified, forward_at) | context_columns(rows.batch, rows.context, batch_at)
+    columns |= fixed_columns(rows.batch, batch_at)
+    notes: list[str] = []
+    drafts = bool(rows.spec.any())
+    if drafts:
+        columns |= {"sd_base_s": rows.spec.astype(np.float64)}
+        columns |= {"draft_level_s": rows.next_depth, "draft_level_per_request_s": rows.next_depth * rows.batch}
+    # Every batch and depth has different tokens: a curve through all of them would leave no time for drafting.
+    # Among the curves that fit the measurements, the straightest is taken.
+    bends = forward_bends(rows.verified, rows.seconds, forward_at) if drafts else []
+    coefficients = non_negative(columns, rows.seconds, small=bends)
+    terms = measured_drafting(coefficients, notes) if drafts else {}
+    knots: dict[str, Any] = {
+        "forward": forward_knots(coefficients, forward_at),
+        "attention": attention_knots(coefficients, batch_at),
+        "roofline": hardware,
+        "calibrated": rows.covered,
+        "notes": tuple(notes),
+    }
+    return TableCosts.model_validate(knots | terms)
 
 
 def _drafting_terms(rows: Iterations) -> dict[str, float | None]:
@@ -403,7 +386,7 @@ def _drafting_terms(rows: Iterations) -> dict[str, float | None]:
         return zeros
     depth, batch = rows.next_depth[drafting], rows.batch[drafting]
     columns = {"draft_level_s": depth, "draft_level_per_request_s": depth * batch, "sd_base_s": np.ones_like(depth)}
-    coefficients = fit(columns, rows.draft_s[drafting], band(batch), rows.block[drafting]).coefficients
+    coefficients = robust_fit(columns, rows.draft_s[drafting], band(batch), rows.block[drafting]).coefficients
     return zeros | {name: value or 0.0 for name, value in coefficients.items()}
 
 

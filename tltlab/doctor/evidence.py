@@ -14,8 +14,9 @@ import pandas as pd
 
 from tltlab.calibration.iterations import recorded_rows
 from tltlab.calibration.stages import measured_stages, stage_table
+from tltlab.costs import linear
 from tltlab.costs.base import CostModel
-from tltlab.costs.linear import LinearCosts, fit_recorded, predict
+from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.errors import TraceError
 from tltlab.files import json_lines, read_object
@@ -235,7 +236,7 @@ class RunEvidence:
         table = every[(every["draft_depth"] == 0) & (every["duration"] > 0)]
         costs, batches, source = self.costs, (0.0, np.inf), "predicted by the costs given"
         if len(table) >= ENOUGH_PLAIN and table["batch"].nunique() > 1:
-            fitted, _ = fit_recorded(recorded_rows(table, drafters=self.known.drafters))
+            fitted = linear.fit(recorded_rows(table, drafters=self.known.drafters), recorded=True).costs
             costs = fitted.model_copy(update={n: 0.0 for n, value in fitted if n.endswith("_s") and value is None})
             batches = (table["batch"].min(), table["batch"].max())
             source = f"predicted from {len(table)} plain iterations of this run"
@@ -248,7 +249,7 @@ class RunEvidence:
             batches = (costs.calibrated and costs.calibrated.batch) or batches
             # Costs of another engine miss what this run's iterations took.
             rows = recorded_rows(every, drafters=self.known.drafters)
-            took = predict(costs, rows).sum() if isinstance(costs, LinearCosts) else None
+            took = costs.identified_s(rows).sum() if isinstance(costs, LinearCosts) else None
             off = 1.0 if took is None else took / every["duration"].sum()
             if abs(off - 1) > COSTS_MAY_MISS:
                 raise NotChecked(
