@@ -15,9 +15,9 @@ import pyarrow.compute as pc
 
 from tltlab.acceptance.base import UNKNOWN, Acceptance, AcceptanceModel
 from tltlab.acceptance.load import DEFAULT, acceptance_text, load_acceptance
+from tltlab.acceptance.measured import fit_acceptance
 from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.acceptance.replay import TraceAcceptance
-from tltlab.calibration.acceptance import fit_acceptance
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.calibration.logged import LoggedDrafting
 from tltlab.config import faults_in

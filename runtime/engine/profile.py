@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 
 from tltlab.calibration.iterations import checked, measured_rows
-from tltlab.calibration.table import MeasuredTableEstimator
+from tltlab.costs import table as cost_table
 from tltlab.drafters.base import Draft, Key, TextDrafter
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError
@@ -197,7 +197,7 @@ def held_out_error(table: pd.DataFrame, rng: np.random.Generator) -> float | Non
     rows = measured_rows(decoding)
     held_out = rows.where(is_held_out)
     try:
-        predicted = MeasuredTableEstimator().fit(rows.where(~is_held_out)).predict(held_out)
+        predicted = cost_table.fit(rows.where(~is_held_out), recorded=False).costs.predict(held_out)
     except ConfigError:
         return None
     return float(np.median(np.abs(predicted / held_out.seconds - 1.0)))

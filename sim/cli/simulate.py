@@ -10,7 +10,8 @@ import typer
 
 from tltlab.acceptance.base import Acceptance
 from tltlab.console import AllowCode, Json, emit, parse_strategy, table
-from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.base import CostModel
+from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read

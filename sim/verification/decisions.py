@@ -18,7 +18,7 @@ import pandas as pd
 
 from tltlab.acceptance.base import ConstantAcceptance
 from tltlab.arrays import Flags, Floats, Ints
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.policies.driver import PolicyDriver, Rewarded

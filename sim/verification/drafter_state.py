@@ -9,9 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from tltlab.acceptance.base import from_survival, scaled
-from tltlab.acceptance.freshness import FreshAcceptance, MeasuredState
-from tltlab.acceptance.measured import BatchBand, MeasuredAcceptance
-from tltlab.calibration.acceptance import fit_acceptance, fit_freshness
+from tltlab.acceptance.freshness import FreshAcceptance, MeasuredState, fit_freshness
+from tltlab.acceptance.measured import BatchBand, MeasuredAcceptance, fit_acceptance
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 from tltlab.traces.trace import Trace

@@ -20,7 +20,7 @@ import pandas as pd
 from tltlab.acceptance.base import Acceptance
 from tltlab.arrays import Flags
 from tltlab.calibration.api import StepFits
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read

@@ -27,15 +27,17 @@ from tltlab.arrays import Floats
 from tltlab.calibration.cross_validation import error_quantiles, held_out_predictions
 from tltlab.calibration.logged import LoggedDrafting
 from tltlab.calibration.stages import (
-    Constant,
-    StageEstimator,
+    constant,
+    fit_terms,
     measured_stages,
+    multiples_s,
     rollout_rows,
     rollout_share,
     workloads,
 )
-from tltlab.costs.base import DRAFTING, CalibratedRange, CostModel, LinearCosts
+from tltlab.costs.base import DRAFTING, CalibratedRange, CostModel
 from tltlab.costs.evidence import LEVEL, Evidence, interval
+from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
@@ -61,9 +63,6 @@ PREDICTED = (
 WINDOW = 24
 FEWEST = 6
 """RL steps from which on a later one is predicted."""
-STEPS_PER_TERM = 2
-WORTH = 0.9
-"""A further term stays where the left-out error falls below this share of what it was without."""
 
 
 def is_log(trace: Trace) -> bool:
@@ -127,19 +126,6 @@ class StepColumns:
         return cls(rows=rows, terms=terms, workers=num_workers or 1, accept_length=accepted, shape=shape, unit=unit)
 
 
-def fit_terms(choices: Terms, rows: pd.DataFrame) -> tuple[StageEstimator, Floats]:
-    """Return a fit with as many terms as these RL steps bear and need, and its relative errors of each left out."""
-    best = StageEstimator(choices[0])
-    error = _left_out(best, rows)
-    for terms in choices[1:]:
-        if len(rows) < STEPS_PER_TERM * len(terms):
-            break
-        further = _left_out(StageEstimator(terms), rows)
-        if np.mean(np.abs(further)) < WORTH * np.mean(np.abs(error)):
-            best, error = StageEstimator(terms), further
-    return best.fit(rows), error
-
-
 @dataclass(frozen=True, kw_only=True)
 class LogFit(Errors):
     """Fit of a log: costs, the `terms` they are made of, and relative errors of RL steps left out.
@@ -179,16 +165,17 @@ class LogFit(Errors):
 def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) -> LogFit:
     """Fit what the rollout times of a log identify; `costs` (a preset, a profile, a file) give the shape."""
     columns = StepColumns.of(trace, costs, workers)
-    estimator, error = fit_terms(columns.terms, columns.rows)
-    terms = {name: estimator.terms_.get(name, 0.0) for name in columns.terms[-1]}
-    rows = columns.rows[["rl_step", "measured_s"]].assign(predicted_s=(1 + error) * columns.rows["measured_s"])
+    found, held_out = fit_terms(columns.terms, columns.rows)
+    terms = {name: found.get(name, 0.0) for name in columns.terms[-1]}
+    rows = columns.rows[["rl_step", "measured_s"]].assign(predicted_s=held_out)
+    error = _errors(rows, held_out)
     notes = [f"fitted to the {columns.unit} times of {len(rows)} RL steps; lengths within an RL step are as logged"]
     if columns.unit != "rollout":
         notes.append("no rollout has a separate time in this log: the terms include training")
-    constant_error = float(np.median(np.abs(_left_out(Constant(), columns.rows))))
+    constant_error = float(np.median(np.abs(_errors(rows, held_out_predictions(constant, columns.rows, "rl_step")))))
     if constant_error <= float(np.median(np.abs(error))):
         notes.append("the other RL steps' median predicts as well: the lengths in this log do not explain the times")
-    if missing := [name for name in columns.terms[-1] if name not in estimator.terms]:
+    if missing := [name for name in columns.terms[-1] if name not in found]:
         notes.append(f"not separately identified by these RL steps, written 0: {', '.join(missing)}")
     speculated = columns.accept_length > 1.0
     if speculated.any():
@@ -316,13 +303,13 @@ def _from_earlier(rows: pd.DataFrame, choices: Terms, window: int, jobs: int | N
     histories = [rows.iloc[max(0, at - window) : at] for at in places]
     fits = side_by_side([partial(fit_terms, choices, earlier) for earlier in histories], jobs=jobs)
     predictions: list[dict[str, float]] = []
-    for at, earlier, (estimator, error) in zip(places, histories, fits, strict=True):
+    for at, earlier, (found, held_out) in zip(places, histories, fits, strict=True):
         current = rows.iloc[[at]]
         past = [row["error"] for row in predictions[-window:]]
-        _, most = error_quantiles(np.concatenate([error, past]))
-        measured_s, predicted_s = float(current["measured_s"].iloc[0]), float(estimator.predict(current)[0])
+        _, most = error_quantiles(np.concatenate([_errors(earlier, held_out), past]))
+        measured_s, predicted_s = float(current["measured_s"].iloc[0]), float(multiples_s(found, current)[0])
         # Lengths like those of the earlier steps: the ends of what they take, and the fit's error beyond.
-        like = estimator.predict(earlier)
+        like = multiples_s(found, earlier)
         ends = predicted_s, *map(float, np.quantile(like, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
         (low_s, high_s), ahead_low, ahead_high = (interval(end, most) or (math.nan, math.nan) for end in ends)
         row = (
@@ -368,7 +355,6 @@ def _simulated_s(step: Trace, costs: CostModel, workers: int, strategy: Strategy
     return scenario.rollouts(policy)[-1].makespan_s
 
 
-def _left_out(estimator: StageEstimator | Constant, rows: pd.DataFrame) -> Floats:
-    """Relative errors of RL steps, each predicted from the others."""
-    predicted_s = held_out_predictions(estimator, rows, "rl_step")
+def _errors(rows: pd.DataFrame, predicted_s: pd.Series[float]) -> Floats:
+    """Relative errors of predictions."""
     return np.asarray(predicted_s / rows["measured_s"] - 1, np.float64)

@@ -16,7 +16,8 @@ from tltlab.acceptance.base import Acceptance, from_survival
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
 from tltlab.arrays import Floats
-from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.base import CostModel
+from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.noise import Block, IterationNoise
 from tltlab.costs.scaled import ScaledCosts

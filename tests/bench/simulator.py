@@ -15,7 +15,8 @@ import numpy as np
 import simpy
 
 from bench.harness import Table, Text, in_turn, ratio
-from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.base import CostModel
+from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy, load_policy

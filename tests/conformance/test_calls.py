@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from tltlab.acceptance.base import ConstantAcceptance
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.selector import Selector
 from tltlab.runtime.engine.control import Control

@@ -13,7 +13,7 @@ from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
 from tltlab.calibration.acceptance import fit_kind
 from tltlab.calibration.api import StepFits, calibrate
 from tltlab.calibration.iterations import checked, recorded_rows
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.drafters.specs import (

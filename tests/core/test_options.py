@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from tests.refused import refused
 from tltlab.console import whole_numbers
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.rows import Reading
 from tltlab.options import Option, Without, check, command, options_of, to_json

@@ -11,7 +11,7 @@ from tests.refused import refused
 from tltlab.acceptance.base import AcceptanceModel
 from tltlab.acceptance.load import SHIPPED as SHIPPED_ACCEPTANCE
 from tltlab.acceptance.load import load_acceptance
-from tltlab.costs.base import LinearCosts, LinearIteration
+from tltlab.costs.linear import LinearCosts, LinearIteration
 from tltlab.costs.load import load_costs, presets
 from tltlab.drafters.base import Draft, TextDrafter
 from tltlab.drafters.ngram import NgramDrafter
@@ -29,7 +29,7 @@ from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.drafters.base import Draft, TextDrafter
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.planning.placement import RoundRobin
 
 class Repeat(TextDrafter):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bench.simulator import COSTS, example_table
 from tltlab.acceptance.base import GeometricAcceptance
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.policies.policy import load_policy
 from tltlab.sim import simulate
 from tltlab.sim.bounds import Floors, envelope, lower_bound_s, shared_bound_s

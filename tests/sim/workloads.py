@@ -11,7 +11,7 @@ from hypothesis import settings
 from pydantic import PrivateAttr
 
 from tltlab.cli.app import main
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import NoneSpec

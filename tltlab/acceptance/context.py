@@ -1,16 +1,18 @@
-"""How a drafter's acceptance falls beyond the length at which the drafter was trained, on top of any other model."""
+"""How a drafter's acceptance falls beyond the length at which the drafter was trained; and the fit of that length."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import pandas as pd
 from pydantic import Field, SerializeAsAny, TypeAdapter, field_validator
 
-from tltlab.arrays import Floats
+from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from .base import Acceptance, AcceptanceModel, Positive, RequestArrays, Scaled, Variation, Wrapped, scaled
@@ -30,6 +32,17 @@ TRAINED_TOKENS: dict[str, int | None] = {"short": 2048, "window": None, "long": 
 """
 _HELD = 16, 128
 """Chances are held for a 16th of the trained length in iterations, at most 128: a chance loses some 3 % meanwhile."""
+LEAST_TOKENS = 256
+"""Trained lengths below are not looked for: the first tokens of a response are others than later ones."""
+_CELL_TOKENS = 128
+"""Drafts of one response that begin within so many tokens of each other are counted together."""
+_RATIO = 1.03
+"""Ratio of neighbouring trained lengths that are tried."""
+_MIN_RESPONSES = 8
+_SURE = 16.0
+"""Deviance by which the best length must be better than none; _SPAN: by which another one may be worse than it."""
+_SPAN = 3.84
+_KEY = ["rl_step", "prompt_id", "sample", "turn"]
 _K = 1024
 _WRITTEN = re.compile(r"(.+)@([\w.]+)", re.DOTALL)
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kK]?)")
@@ -160,3 +173,100 @@ def trained_at(model: Acceptance, trained_tokens: float | None, text: str) -> Ac
     if isinstance(model, Wrapped) and model.trained_drafter is not None:
         return model.with_parts([trained_at(part, trained_tokens, text) for part in model.parts])
     return ContextAcceptance(base=model, trained_tokens=trained_tokens)
+
+
+@frozen
+class TrainedLength:
+    """A fitted trained length with the ends of its 95 % interval, and the chance of each drafted token within it."""
+
+    trained_tokens: int
+    low: int
+    high: int
+    chances: tuple[float, ...]
+
+
+def fit_trained_length(drafts: pd.DataFrame, prompt_tokens: Mapping[tuple[object, ...], int]) -> TrainedLength | None:
+    """The trained length that makes one drafter's drafts most likely; None where the drafts do not identify one.
+
+    `prompt_tokens` are by response. Each token of a draft has a chance of its own, so depths may be mixed. Some
+    responses are easier to draft for: deviances are divided by the dispersion of what these keep (quasi-likelihood).
+    """
+    cells = _Cells.of(drafts, prompt_tokens)
+    longest, shortest = float(cells.context.max(initial=0.0)), float(cells.context.min(initial=np.inf))
+    first = max(float(LEAST_TOKENS), shortest / USELESS_AT)
+    if cells.num_responses < _MIN_RESPONSES or longest <= first:
+        return None
+    lengths = np.geomspace(first, longest, max(2, int(np.log(longest / first) / np.log(_RATIO))))
+    each = np.array([cells.log_likelihood(length) for length in lengths])
+    best = int(each.argmax())
+    deviance = 2.0 * (each[best] - each) / cells.dispersion(lengths[best])
+    gain = 2.0 * (each[best] - cells.log_likelihood(np.inf)) / cells.dispersion(lengths[best])
+    if gain < _SURE or len(np.unique(cells.response[cells.context > lengths[best]])) < _MIN_RESPONSES:
+        return None
+    equal = np.flatnonzero(deviance < _SPAN)
+    low, high = lengths[max(0, equal.min() - 1)], lengths[min(len(lengths) - 1, equal.max() + 1)]
+    trained = round(float(lengths[best]))
+    return TrainedLength(
+        trained_tokens=trained,
+        low=round(float(low)),
+        high=round(float(high)),
+        chances=tuple(cells.chances(trained)),
+    )
+
+
+@frozen
+class _Cells:
+    """Counts of drafts of one response at about one context: tokens `tried` and `kept`, shape (cells, places)."""
+
+    response: Ints
+    context: Floats
+    tried: Floats
+    kept: Floats
+
+    @classmethod
+    def of(cls, drafts: pd.DataFrame, prompt_tokens: Mapping[tuple[object, ...], int]) -> _Cells:
+        keys = list(drafts[_KEY].itertuples(index=False, name=None))
+        response, _ = pd.factorize(pd.Series(keys, dtype=object))
+        context = drafts["generated_tokens"].to_numpy(np.float64) + np.array([prompt_tokens[key] for key in keys])
+        accepted, reach = drafts["accepted"].to_numpy(np.int64), drafts["reach"].to_numpy(np.int64)
+        place = np.arange(1, int(reach.max()) + 1)
+        tried = (place <= reach[:, None]) & (place <= accepted[:, None] + 1)
+        kept = place <= accepted[:, None]
+        pairs = np.stack([response, (context / _CELL_TOKENS).astype(np.int64)], axis=1)
+        cells, at = np.unique(pairs, axis=0, return_inverse=True)
+        at, n = at.ravel(), len(cells)
+        sums = [np.array([np.bincount(at, column, n) for column in table.T]).T for table in (tried, kept)]
+        mean = np.bincount(at, context, n) / np.bincount(at, minlength=n)
+        return cls(response=cells[:, 0], context=mean, tried=sums[0], kept=sums[1])
+
+    @property
+    def num_responses(self) -> int:
+        return len(np.unique(self.response))
+
+    def chances(self, trained_tokens: float) -> list[float]:
+        """The chance of each place of a draft within a trained length, given those before it."""
+        return [float(value) for value in self._chances(self._share(trained_tokens))]
+
+    def log_likelihood(self, trained_tokens: float) -> float:
+        """Log-likelihood of all drafts."""
+        chance = self._expected(trained_tokens)
+        return float((self.kept * np.log(chance) + (self.tried - self.kept) * np.log1p(-chance)).sum())
+
+    def dispersion(self, trained_tokens: float) -> float:
+        """Variance of what responses keep over that of independent drafts, at least 1."""
+        chance = self._expected(trained_tokens)
+        off = np.bincount(self.response, (self.kept - self.tried * chance).sum(axis=1))
+        return max(1.0, float((off**2).sum() / (self.tried * chance * (1.0 - chance)).sum()))
+
+    def _expected(self, trained_tokens: float) -> Floats:
+        share = self._share(trained_tokens)
+        return np.clip(share[:, None] * self._chances(share), 1e-4, 1.0 - 1e-4)
+
+    def _share(self, trained_tokens: float) -> Floats:
+        return np.clip((USELESS_AT - self.context / trained_tokens) / (USELESS_AT - 1.0), 0.0, 1.0)
+
+    def _chances(self, share: Floats) -> Floats:
+        tried = (self.tried * share[:, None]).sum(axis=0)
+        kept = self.kept.sum(axis=0)
+        chance: Floats = np.minimum(1.0, np.divide(kept, tried, out=np.zeros_like(kept), where=tried > 0))
+        return chance

@@ -1,15 +1,17 @@
-"""Acceptance by a parametric curve: of draft trees, and one that grows with the finished samples of a group."""
+"""Acceptance by a parametric curve: of draft trees, and one that grows with finished siblings, with its fit."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
 import numpy as np
+import pandas as pd
 from pydantic import Field, model_validator
 
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD, Drafters
+from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
 from .base import (
@@ -27,6 +29,9 @@ from .base import (
 from .measured import MeasuredAcceptance
 
 Span = tuple[int, int]
+CELL_TOKENS = 16
+"""Drafts that begin within so many tokens of each other are counted together."""
+MIN_DRAFTS = 32
 DraftedShare = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -150,3 +155,48 @@ class SiblingAcceptance(AcceptanceModel):
 
     def num_drafted(self, strategy: Strategy) -> float:
         return self.drafted_share * strategy.reach
+
+
+def fit_siblings(drafts: pd.DataFrame, drafter: str) -> SiblingAcceptance:
+    """Fit the growth curve to recorded drafts, weighted least squares on counted chances.
+
+    Raises ConfigError below MIN_DRAFTS drafts.
+    """
+    from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
+
+    rows = drafts[drafts["drafter"] == drafter]
+    if len(rows) < MIN_DRAFTS:
+        raise ConfigError(
+            f"drafter {drafter!r} has {len(rows)} drafts with a known number of finished siblings, "
+            f"at least {MIN_DRAFTS} are needed"
+        )
+    table = pd.DataFrame(
+        {
+            "siblings": rows["num_siblings"].to_numpy(np.float64),
+            "stretch": rows["generated_tokens"].to_numpy() // CELL_TOKENS,
+            "position": rows["generated_tokens"].to_numpy(np.float64),
+            "tried": np.minimum(rows["accepted"].to_numpy() + 1.0, rows["reach"].to_numpy()),
+            "kept": rows["accepted"].to_numpy(np.float64),
+        }
+    )
+    by = table.groupby(["siblings", "stretch"], as_index=False)
+    cells = by.agg(position=("position", "mean"), tried=("tried", "sum"), kept=("kept", "sum"))
+    siblings, position = np.asarray(cells["siblings"]), np.asarray(cells["position"])
+    tried = np.asarray(cells["tried"])
+    rate = np.asarray(cells["kept"]) / tried
+
+    def model(p: Floats) -> SiblingAcceptance:
+        low, gap = 1.0 / (1.0 + np.exp(-np.clip(p[:2], -30, 30)))
+        return SiblingAcceptance(
+            drafter=drafter,
+            alone=float(low),
+            most=float(low + gap * (1.0 - low)),
+            exponent=float(np.exp(np.clip(p[2], -3, 2))),
+            own_tokens=float(np.exp(np.clip(p[3], 0, 10))),
+        )
+
+    def residuals(p: Floats) -> Floats:
+        # One draft's tokens are kept or lost together more often than apart; weights need only the right proportions.
+        return np.asarray(np.sqrt(tried) * (model(p).alpha(siblings, position) - rate), np.float64)
+
+    return model(least_squares(residuals, [-1.0, 0.0, -0.7, 4.0], x_scale="jac", max_nfev=2000).x)

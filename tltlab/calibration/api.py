@@ -8,18 +8,17 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.measured import MeasuredAcceptance
+from tltlab.acceptance.measured import MeasuredAcceptance, fit_acceptance
 from tltlab.arrays import Flags, Floats
-from tltlab.costs.base import LinearCosts
+from tltlab.costs import linear
+from tltlab.costs.linear import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.records import frozen
 from tltlab.traces.trace import Trace
 
-from .acceptance import fit_acceptance
 from .costs import fit_trace
 from .iterations import iterations_of, recorded_rows
-from .linear import LinearEstimator, predict
 
 
 @frozen
@@ -58,7 +57,9 @@ class StepFits:
         rows = self._rows.where(self.of(rl_steps))
         if not len(rows):
             raise ConfigError("there are no iterations to calibrate on")
-        return LinearEstimator(recorded=True).fit(rows).costs_
+        costs = linear.fit(rows, recorded=True).costs
+        assert isinstance(costs, LinearCosts)
+        return costs
 
     def acceptance(self, rows: Flags) -> MeasuredAcceptance | None:
         """Acceptance of these rows of `iterations`; None where nothing was speculated."""
@@ -66,7 +67,7 @@ class StepFits:
 
     def seconds(self, costs: LinearCosts, rl_steps: Collection[int]) -> Floats:
         """Seconds of each iteration of these RL steps under a cost model, in the order of `iterations`."""
-        return predict(costs, self._rows.where(self.of(rl_steps)))
+        return costs.identified_s(self._rows.where(self.of(rl_steps)))
 
 
 def calibrate(trace: str | Path | Trace) -> Calibration:

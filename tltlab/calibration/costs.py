@@ -7,16 +7,19 @@ such as speculation where nothing else speculates, has no error, and a note name
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Flags, Floats
+from tltlab.costs import linear, roofline, table
 from tltlab.costs.base import CostModel
 from tltlab.costs.evidence import Evidence
 from tltlab.costs.noise import IterationNoise, fit_noise
 from tltlab.costs.roofline import Hardware
+from tltlab.costs.samples import Fit, Fitted, Iterations
 from tltlab.errors import ConfigError
 from tltlab.records import frozen
 from tltlab.traces.trace import Trace
@@ -30,11 +33,8 @@ from .cross_validation import (
     held_out_errors,
     step_folds,
 )
-from .iterations import CostEstimator, Iterations, iterations_of, measured_rows, recorded_rows
-from .linear import LinearEstimator
-from .residuals import coverage, residuals, worker_sums
-from .roofline import RooflineEstimator
-from .table import MeasuredTableEstimator, RecordedTableEstimator
+from .iterations import iterations_of, measured_rows, recorded_rows
+from .residuals import coverage, residuals, row_sums, worker_sums
 
 KINDS = ("linear", "roofline", "table")
 
@@ -64,8 +64,8 @@ class CostFit:
         return None if np.isnan(overall) else overall
 
 
-def estimator_of(kind: str, hardware: Hardware | None, *, recorded: bool) -> CostEstimator:
-    """The estimator for recorded iterations or for a table; ConfigError for a kind that is unknown or lacks hardware.
+def fit_of(kind: str, hardware: Hardware | None, *, recorded: bool) -> Fit:
+    """The fit to recorded iterations or to a table; ConfigError for a kind that is unknown or lacks hardware.
 
     `hardware` is needed for kind "roofline", and gives a table of measured iterations its shape between the knots.
     """
@@ -74,13 +74,13 @@ def estimator_of(kind: str, hardware: Hardware | None, *, recorded: bool) -> Cos
     if kind == "roofline":
         if hardware is None:
             raise ConfigError("a roofline needs GPU, model and tp, for example --gpu H100 --model Qwen2.5-32B --tp 4")
-        return RooflineEstimator(hardware, recorded=recorded)
+        return partial(roofline.fit, hardware=hardware, recorded=recorded)
     if hardware is not None and (kind == "linear" or recorded):
         subject = "linear costs" if kind == "linear" else "a table of a trace"
         raise ConfigError(f"{subject} have no use for GPU, model and tp: leave these out, or take --kind roofline")
     if kind == "linear":
-        return LinearEstimator(recorded=recorded)
-    return RecordedTableEstimator() if recorded else MeasuredTableEstimator(hardware)
+        return partial(linear.fit, recorded=recorded)
+    return partial(table.fit, hardware=hardware, recorded=recorded)
 
 
 def fit_trace(
@@ -91,21 +91,22 @@ def fit_trace(
     The costs' `noise` is of iterations without prefill. `hardware` is for kind "roofline". Raises
     ConfigError for a trace without iterations and for an unknown kind.
     """
-    table = iterations_of(trace)
-    rows = recorded_rows(table, trace.steps, trace.drafters)
-    estimator = estimator_of(kind, hardware, recorded=True).fit(rows)
-    notes = coverage(table, trace.steps)
-    parts = step_folds(sorted(table["rl_step"].unique().tolist()), most_folds)
-    held_out = _held_out(estimator, rows, {name: np.isin(rows.rl_step, steps) for name, steps in parts.items()}, notes)
+    iterations = iterations_of(trace)
+    rows = recorded_rows(iterations, trace.steps, trace.drafters)
+    fit = fit_of(kind, hardware, recorded=True)
+    fitted = fit(rows)
+    notes = coverage(iterations, trace.steps)
+    parts = step_folds(sorted(iterations["rl_step"].unique().tolist()), most_folds)
+    held_out = _held_out(fit, rows, {name: np.isin(rows.rl_step, steps) for name, steps in parts.items()}, notes)
     predicted = _with_prediction(held_out)
     errors = worker_sums(predicted, predicted["measured_s"].to_numpy(), predicted["predicted_s"].to_numpy())["bias"]
     engine = trace.manifest.name or (trace.path.name if trace.path else "this trace")
     update = {
-        "notes": (*estimator.costs_.notes, *notes),
-        "noise": _noise(table, estimator.predictions_),
-        "evidence": _evidence(engine, rows, estimator, "RL steps", errors),
+        "notes": (*fitted.costs.notes, *notes),
+        "noise": _noise(iterations, fitted.predicted_s),
+        "evidence": _evidence(engine, rows, fitted, "RL steps", errors),
     }
-    return _fitted(kind, rows, estimator, update, rows.sums(estimator.predictions_), held_out)
+    return _fitted(kind, rows, fitted, update, row_sums(rows, fitted.predicted_s), held_out)
 
 
 def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | None = None) -> CostFit:
@@ -114,7 +115,8 @@ def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | 
     Raises ConfigError for data that do not identify the terms of the kind.
     """
     rows = measured_rows(points)
-    estimator = estimator_of(kind, hardware, recorded=False).fit(rows)
+    fit = fit_of(kind, hardware, recorded=False)
+    fitted = fit(rows)
     notes: list[str] = []
     batches = np.unique(rows.batch)
     held_out = pd.DataFrame()
@@ -124,21 +126,21 @@ def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | 
         notes.append(f"{sizes} only: nothing to leave out, so there is no cross-validation")
     else:
         masks = {f"batch {batch:g}": rows.batch == batch for batch in batches}
-        held_out = _held_out(estimator, rows, masks, notes).drop(columns=["rl_step", "worker"])
+        held_out = _held_out(fit, rows, masks, notes).drop(columns=["rl_step", "worker"])
     predicted = _with_prediction(held_out)
     errors = predicted["predicted_s"] / predicted["measured_s"] - 1.0
-    evidence = _evidence("this table", rows, estimator, "batch", errors)
-    update = {"notes": (*estimator.costs_.notes, *notes), "evidence": evidence}
+    evidence = _evidence("this table", rows, fitted, "batch", errors)
+    update = {"notes": (*fitted.costs.notes, *notes), "evidence": evidence}
     sums = pd.DataFrame(columns=["rl_step", "worker", "measured_s", "predicted_s", "bias"])
-    return _fitted(kind, rows, estimator, update, sums, held_out)
+    return _fitted(kind, rows, fitted, update, sums, held_out)
 
 
 def _fitted(
-    kind: str, rows: Iterations, estimator: CostEstimator, update: dict[str, Any], sums: pd.DataFrame,
+    kind: str, rows: Iterations, fitted: Fitted, update: dict[str, Any], sums: pd.DataFrame,
     held_out: pd.DataFrame,
 ) -> CostFit:  # fmt: skip
-    costs = estimator.costs_.model_copy(update=update)
-    within = residuals(rows.regime, rows.batch, rows.seconds, estimator.predictions_)
+    costs = fitted.costs.model_copy(update=update)
+    within = residuals(rows.regime, rows.batch, rows.seconds, fitted.predicted_s)
     return CostFit(kind=kind, costs=costs, residuals=within, sums=sums, cross_validation=held_out_errors(held_out))
 
 
@@ -148,13 +150,13 @@ def _with_prediction(held_out: pd.DataFrame) -> pd.DataFrame:
     return held_out.reindex(columns=columns).dropna(subset=["predicted_s"])
 
 
-def _evidence(engine: str, rows: Iterations, estimator: CostEstimator, fold: str, errors: pd.Series[float]) -> Evidence:
+def _evidence(engine: str, rows: Iterations, fit: Fitted, fold: str, errors: pd.Series[float]) -> Evidence:
     """Evidence for a fit to these rows: errors, as shares, of the parts left out of it, or inside it without any."""
-    depth, fitted, parameter = rows.depth[rows.depth > 0], {}, {}
-    if estimator.open_ is not None:
-        parameter = {"all": error_bound_90(estimator.open_)}
+    depth, fitted, parameter = rows.depth[rows.spec], {}, {}
+    if fit.open is not None:
+        parameter = {"all": error_bound_90(fit.open)}
         if errors.empty:
-            fitted = {"all": error_quantiles(estimator.predictions_ / rows.seconds - 1.0)}
+            fitted = {"all": error_quantiles(fit.predicted_s / rows.seconds - 1.0)}
     return Evidence(
         engine=engine,
         speculation=bool(len(depth)),
@@ -171,11 +173,11 @@ def _noise(table: pd.DataFrame, predicted: Floats) -> IterationNoise | None:
     return fit_noise(rows["duration"], rows["predicted"], rows["series"])
 
 
-def _held_out(estimator: CostEstimator, rows: Iterations, parts: Mapping[str, Flags], notes: list[str]) -> pd.DataFrame:
+def _held_out(fit: Fit, rows: Iterations, parts: Mapping[str, Flags], notes: list[str]) -> pd.DataFrame:
     """Rows for `held_out_errors`; NaN where the rest cannot predict a part, with the reason in `notes`."""
     folds = (Fold(name, rows.where(~out), rows.where(out)) for name, out in parts.items())
     tables = []
-    for fold, predicted in cross_validated(estimator, folds):
+    for fold, predicted in cross_validated(lambda train: fit(train).costs.predict, folds):
         if isinstance(predicted, ConfigError):
             notes.append(f"{fold.name} left out: not predicted, {predicted}")
             predicted = np.full(len(fold.test), np.nan)

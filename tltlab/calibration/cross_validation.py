@@ -1,14 +1,10 @@
-"""Estimators, and the one way in which they are tested: fitted to a part of the data, asked for the rest.
-
-An estimator's constructor stores arguments; what `fit` learns ends in an underscore, as in scikit-learn.
-"""
+"""The one way in which fits are tested: made to a part of the data, asked for the rest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
-from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -21,18 +17,14 @@ from tltlab.stats import student_margin
 from .residuals import worker_sums
 
 Data = TypeVar("Data")
-Asked = TypeVar("Asked", contravariant=True)
 MOST_FOLDS = 8
 _LEAST = 0.01
 """Predictions of less than this share of what was measured are as far off as this one."""
 
 
-class Estimator(Protocol[Asked]):
-    """Fits to data and predicts one value per row; both raise ConfigError where the data do not identify the fit."""
-
-    def fit(self, rows: Asked, /) -> Self: ...
-
-    def predict(self, rows: Asked, /) -> Floats: ...
+Predictor = Callable[[Data], Floats]
+Learner = Callable[[Data], Predictor[Data]]
+"""Fits to data and returns what predicts a value per row; both raise ConfigError where the data do not identify it."""
 
 
 class Fold(NamedTuple, Generic[Data]):
@@ -52,20 +44,20 @@ def leave_one_group_out(rows: pd.DataFrame, column: str) -> Iterator[Fold[pd.Dat
 
 
 def cross_validated(
-    estimator: Estimator[Data], folds: Iterable[Fold[Data]]
+    learn: Learner[Data], folds: Iterable[Fold[Data]]
 ) -> Iterator[tuple[Fold[Data], Floats | ConfigError]]:
-    """Predictions for each fold by a copy of the estimator fitted to the rest; the error where it fails."""
+    """Predictions for each fold by a fit to the rest; the error where it fails."""
     for fold in folds:
         try:
-            yield fold, copy(estimator).fit(fold.train).predict(fold.test)
+            yield fold, learn(fold.train)(fold.test)
         except ConfigError as error:
             yield fold, error
 
 
-def held_out_predictions(estimator: Estimator[pd.DataFrame], rows: pd.DataFrame, column: str) -> pd.Series[float]:
+def held_out_predictions(learn: Learner[pd.DataFrame], rows: pd.DataFrame, column: str) -> pd.Series[float]:
     """Each row predicted from a fit to the rows with another value of a column. Raises ConfigError where one cannot."""
     predictions = pd.Series(np.nan, rows.index)
-    for fold, predicted in cross_validated(estimator, leave_one_group_out(rows, column)):
+    for fold, predicted in cross_validated(learn, leave_one_group_out(rows, column)):
         if isinstance(predicted, ConfigError):
             raise predicted
         predictions[fold.test.index] = predicted

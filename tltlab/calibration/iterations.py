@@ -1,24 +1,18 @@
-"""Measured iterations as columns, whether a run recorded them or a table holds them, and estimators of their time."""
+"""Reads measured iterations, which a run recorded or a table holds."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import fields
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import pandas as pd
 
-from tltlab.arrays import Flags, Floats, Ints
-from tltlab.costs.base import CalibratedRange, CostModel
+from tltlab.arrays import Floats
+from tltlab.costs.samples import Iterations, regimes
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError, did_you_mean
-from tltlab.records import frozen
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.trace import Trace
-
-from .residuals import regimes, worker_sums
 
 REQUIRED = ("batch", "tokens_to_verify", "context_tokens", "seconds")
 OPTIONAL = {"draft_depth": 0.0, "top_k": 1.0, "prefill_tokens": 0.0}
@@ -27,73 +21,6 @@ _LEAST = {
     "batch": 1, "tokens_to_verify": 1, "context_tokens": 0, "draft_depth": 0, "top_k": 1, "prefill_tokens": 0,
 }  # fmt: skip
 _WHOLE = ("batch", "draft_depth", "top_k")
-
-
-@frozen
-class Iterations:
-    """One entry per iteration; contexts and verified tokens are sums over the batch.
-
-    An iteration verified: `verified` tokens (`tokens_to_verify` per request) of drafts that are `depth` deep. Within
-    its `seconds` it drafted: `next_depth` and `draft_s`, 0 where `draft_known` is False. `drafted_depth` is the
-    depth that counts where only one is known for an iteration, and `levels` the part of it that a network drafted.
-    `loaded`: a drafter was in memory in that RL step. `block` numbers the rollouts of workers from 0.
-    """
-
-    rl_step: Ints
-    worker: Ints
-    batch: Floats
-    context: Floats
-    prefill: Floats
-    tokens_to_verify: Floats
-    verified: Floats
-    depth: Ints
-    top_k: Floats
-    spec: Flags
-    loaded: Flags
-    next_depth: Floats
-    drafted_depth: Floats
-    levels: Floats
-    draft_s: Floats
-    draft_known: Flags
-    seconds: Floats
-    regime: Ints
-    block: Ints
-
-    def __len__(self) -> int:
-        return len(self.batch)
-
-    def where(self, mask: Flags | Ints) -> Iterations:
-        """Return the selected rows."""
-        return Iterations(**{f.name: getattr(self, f.name)[mask] for f in fields(self)})
-
-    def sums(self, predicted_s: Floats) -> pd.DataFrame:
-        """Measured and predicted seconds per RL step and worker: what a rollout time is made of."""
-        return worker_sums(pd.DataFrame({"rl_step": self.rl_step, "worker": self.worker}), self.seconds, predicted_s)
-
-    @property
-    def covered(self) -> CalibratedRange:
-        """The span of batch, tokens and context."""
-        spans = {"batch": self.batch, "verified_tokens": self.verified, "context_tokens": self.context}
-        return CalibratedRange(**{name: (float(x.min()), float(x.max())) for name, x in spans.items()})
-
-
-class CostEstimator(ABC):
-    """Fits a cost model to iterations.
-
-    Learned: `costs_`, and `predictions_`, the seconds of the rows that it was fitted to; a term that these do not
-    identify stands for nothing there, while `predict` raises ConfigError where other rows need it. `open_` is the
-    standard deviation that the rows leave to those predictions, relative; None where that is not worked out.
-    """
-
-    costs_: CostModel
-    predictions_: Floats
-    open_: Floats | None = None
-
-    @abstractmethod
-    def fit(self, rows: Iterations) -> Self: ...
-
-    @abstractmethod
-    def predict(self, rows: Iterations) -> Floats: ...
 
 
 def iterations_of(trace: Trace) -> pd.DataFrame:
@@ -129,7 +56,6 @@ def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None, drafte
         verified=batch + num_drafted,
         depth=depth.to_numpy(np.int64),
         top_k=table["top_k"].to_numpy(np.float64),
-        spec=spec,
         loaded=table["rl_step"].isin(list(with_drafter)).to_numpy(),
         next_depth=np.asarray(following.fillna(0), np.float64),
         drafted_depth=np.asarray(drafted, np.float64),
@@ -172,7 +98,6 @@ def measured_rows(points: pd.DataFrame) -> Iterations:
         verified=batch * verify,
         depth=depth.astype(np.int64),
         top_k=top_k,
-        spec=depth > 0,
         loaded=unknown,
         next_depth=depth,
         drafted_depth=depth,

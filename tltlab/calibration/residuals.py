@@ -6,22 +6,8 @@ import numpy as np
 import pandas as pd
 
 from tltlab import console
-from tltlab.arrays import Flags, Floats, Ints
-
-BANDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Upper ends of the batch bands; the last is open."""
-NUM_BANDS = len(BANDS)
-REGIMES = ("plain", "speculative", "prefill")
-
-
-def band(batch: Floats) -> Ints:
-    """Which batch band each row falls in."""
-    return np.searchsorted(BANDS[:-1], batch, side="left").astype(np.int64)
-
-
-def regimes(prefill: Floats, spec: Flags) -> Ints:
-    """Index into REGIMES: an iteration that prefills is of no other regime."""
-    return np.where(prefill > 0, 2, spec.astype(np.int64))
+from tltlab.arrays import Floats, Ints
+from tltlab.costs.samples import BANDS, REGIMES, Iterations, band
 
 
 def _band_name(band: int) -> str:
@@ -54,6 +40,11 @@ def worker_sums(table: pd.DataFrame, measured: Floats, predicted: Floats) -> pd.
     frame = table[["rl_step", "worker"]].assign(measured_s=measured, predicted_s=predicted)
     sums = frame.groupby(["rl_step", "worker"], as_index=False).sum()
     return sums.assign(bias=sums["predicted_s"] / sums["measured_s"] - 1.0)
+
+
+def row_sums(rows: Iterations, predicted_s: Floats) -> pd.DataFrame:
+    """The `worker_sums` of iterations."""
+    return worker_sums(pd.DataFrame({"rl_step": rows.rl_step, "worker": rows.worker}), rows.seconds, predicted_s)
 
 
 def coverage(table: pd.DataFrame, steps: pd.DataFrame | None) -> list[str]:

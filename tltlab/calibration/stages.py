@@ -6,8 +6,8 @@ steps: where the fit is no better, noise hides any dependence of the stage on to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -23,6 +23,7 @@ from tltlab.costs.stages import (
     SyncCosts,
     TrainCosts,
     Trained,
+    fit,
 )
 from tltlab.errors import TraceError
 from tltlab.records import frozen
@@ -30,8 +31,7 @@ from tltlab.stats import Interval, paired_interval
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
-from .cross_validation import held_out_predictions, relative_errors
-from .robust import fit
+from .cross_validation import Learner, Predictor, held_out_predictions, relative_errors
 
 Columns = Callable[[StepWorkload], dict[str, float]]
 """Regressors of a stage, in the order in which its terms are tried."""
@@ -72,7 +72,7 @@ class StageFit:
 def fit_stages(trace: Trace) -> StageFit:
     """Fit each stage of `trace.steps` to what its RL steps worked on.
 
-    Coefficients are non-negative and fitted to relative errors, outliers set aside (`tltlab.calibration.robust`). A
+    Coefficients are non-negative and fitted to relative errors, outliers set aside (`tltlab.costs.samples`). A
     stage has tokens and a base; attention pairs join them where they lower the left-out error by a tenth. Training is
     fitted to all responses and to those of groups whose rewards differ, whichever errs less. These two choices are made
     with the same left-out RL steps that the residuals report. The number of updates is not recorded and is part of the
@@ -188,6 +188,43 @@ def _informative(work: StepWorkload) -> dict[str, float]:
     return {"per_token_s": work.informative_tokens, "base_s": 1.0, "per_pair_s": work.informative_pairs}
 
 
+def fit_terms(choices: Sequence[Sequence[str]], rows: pd.DataFrame) -> tuple[dict[str, float], pd.Series[float]]:
+    """Multiples of columns that make up `measured_s`, as many as the RL steps bear and need, and left-out predictions.
+
+    Each of `choices` has more terms than the one before it. It stays where there are `_STEPS_PER_TERM` RL steps to each
+    term, and where it lowers the left-out error to less than the share `_WORTH`.
+    """
+    best, held_out = choices[0], held_out_predictions(_of_terms(choices[0]), rows, "rl_step")
+    for terms in choices[1:]:
+        if len(rows) < _STEPS_PER_TERM * len(terms):
+            break
+        further = held_out_predictions(_of_terms(terms), rows, "rl_step")
+        errors = [relative_errors(rows.assign(predicted_s=predicted)).mean() for predicted in (further, held_out)]
+        if errors[0] < _WORTH * errors[1]:
+            best, held_out = terms, further
+    return _fitted(best, rows), held_out
+
+
+def _of_terms(terms: Sequence[str]) -> Learner[pd.DataFrame]:
+    """Fits non-negative multiples of the columns `terms`."""
+    return lambda rows: partial(multiples_s, _fitted(terms, rows))
+
+
+def multiples_s(multiples: Mapping[str, float], rows: pd.DataFrame) -> Floats:
+    """Seconds of rows as multiples of their columns."""
+    return np.asarray(sum(value * rows[name].to_numpy() for name, value in multiples.items()), np.float64)
+
+
+def constant(rows: pd.DataFrame) -> Predictor[pd.DataFrame]:
+    """Predicts the median of the RL steps that it was fitted to."""
+    median = float(np.median(rows["measured_s"]))
+    return lambda asked: np.full(len(asked), median)
+
+
+def _fitted(terms: Sequence[str], rows: pd.DataFrame) -> dict[str, float]:
+    return fit({name: rows[name].to_numpy() for name in terms}, rows["measured_s"].to_numpy())
+
+
 @frozen
 class _Stage:
     terms: dict[str, float]
@@ -204,43 +241,11 @@ def _fit_stage(stage: str, works: dict[int, StepWorkload], measured: pd.DataFram
     table = pd.DataFrame([columns(works[s]) for s in seconds.index], dtype=np.float64)
     terms = [str(name) for name in table]
     rows = table.assign(stage=stage, rl_step=seconds.index, measured_s=seconds.to_numpy(np.float64))
-    rows["constant_s"] = held_out_predictions(Constant(), rows, "rl_step")
-    affordable = max(1, len(rows) // _STEPS_PER_TERM)
-    fits = []
-    for num_terms in sorted({min(affordable, len(terms), most) for most in (_ALWAYS, len(terms))}):
-        estimator = StageEstimator(terms[:num_terms])
-        held_out = rows.assign(predicted_s=held_out_predictions(estimator, rows, "rl_step"))
-        fits.append(_Stage(terms=estimator.fit(rows).terms_, held_out=held_out[_HELD_OUT]))
-    return fits[-1] if fits[-1].error < _WORTH * fits[0].error else fits[0]
-
-
-class StageEstimator:
-    """Seconds of a stage as non-negative multiples of some columns of its RL steps; learned: `terms_`."""
-
-    def __init__(self, terms: Sequence[str]) -> None:
-        self.terms = terms
-
-    def fit(self, rows: pd.DataFrame) -> Self:
-        columns = {name: rows[name].to_numpy() for name in self.terms}
-        seconds, num = rows["measured_s"].to_numpy(), len(rows)
-        # Each RL step is a separate block, so a step slowed down by other load does not raise the level of all others.
-        solution = fit(columns, seconds, groups=np.zeros(num, np.int64), blocks=np.arange(num))
-        self.terms_ = {name: value or 0.0 for name, value in solution.coefficients.items()}
-        return self
-
-    def predict(self, rows: pd.DataFrame) -> Floats:
-        return np.asarray(sum(value * rows[name].to_numpy() for name, value in self.terms_.items()), np.float64)
-
-
-class Constant:
-    """The median of the RL steps that it was fitted to."""
-
-    def fit(self, rows: pd.DataFrame) -> Self:
-        self.median_ = float(np.median(rows["measured_s"]))
-        return self
-
-    def predict(self, rows: pd.DataFrame) -> Floats:
-        return np.full(len(rows), self.median_)
+    affordable = min(max(1, len(rows) // _STEPS_PER_TERM), len(terms))
+    sizes = sorted({min(affordable, _ALWAYS), affordable})
+    found, held_out = fit_terms([terms[:size] for size in sizes], rows)
+    rows["constant_s"] = held_out_predictions(constant, rows, "rl_step")
+    return _Stage(terms=found, held_out=rows.assign(predicted_s=held_out)[_HELD_OUT])
 
 
 def _residuals(held_out: pd.DataFrame) -> pd.DataFrame:

@@ -1,30 +1,31 @@
-"""How long one decode iteration takes: the interface of all cost models, and the linear one."""
+"""How long one decode iteration takes: the interface of all cost models."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from typing import Annotated, Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from pydantic import Field, PositiveInt, field_validator
 
+from tltlab.arrays import Floats
 from tltlab.config import FrozenModel, StoredModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
-from tltlab.records import frozen
-from tltlab.strategy import Strategy
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .evidence import Evidence
 from .noise import IterationNoise
 
+if TYPE_CHECKING:
+    from .samples import Iterations
+
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 DRAFTING = ("per_token_s", "sd_base_s", "sd_idle_s", "draft_level_s", "draft_level_per_request_s")
 """Terms that only iterations with drafts show."""
-FAR_TOKENS = 128
-"""Tokens of an iteration from which on `LinearCosts.far_token_s` counts: on CPU cores and GPUs of today the time per
-token changes between 100 and 250."""
-
 Span = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
 
 
@@ -129,6 +130,27 @@ class CostModel(Coefficients, StoredModel, ABC):
     def prefill_s(self, tokens: float) -> float:
         """Seconds to prefill this many tokens: proportional to them, so that chunks add up to the whole."""
 
+    def predict(self, rows: Iterations) -> Floats:
+        """Seconds of measured iterations: what each verified, drafted and prefilled.
+
+        Drafting counts in the iteration that verifies it: sums over a rollout are right, single rows are off by that.
+        Raises ConfigError for a row that needs a term which the model does not have.
+        """
+        with_drafter = rows.loaded & np.isin(rows.rl_step, rows.rl_step[rows.spec])
+        columns = (rows.batch, rows.tokens_to_verify, rows.context, rows.depth, rows.prefill, with_drafter)
+
+        @cache
+        def cost(depth: int, verify: float, loaded: bool) -> IterationCost:
+            # The width is arbitrary: the verified tokens are passed apart and replace the strategy's own number.
+            strategy = Strategy("learned", depth, 2, 2) if depth > 0 else NO_SPECULATION
+            return self.iteration(strategy, tokens_to_verify=verify, drafter_loaded=loaded and depth == 0)
+
+        seconds = []
+        for batch, verify, context, depth, prefill, loaded in zip(*(c.tolist() for c in columns), strict=True):
+            decoding_s = cost(depth, verify, loaded).seconds(int(batch), context)
+            seconds.append(decoding_s + (self.prefill_s(prefill) if prefill else 0.0))
+        return np.array(seconds, np.float64)
+
 
 class IterationCost(ABC):
     """Seconds of one iteration under one strategy: at each batch size linear in the context.
@@ -162,100 +184,6 @@ class IterationCost(ABC):
 
     def seconds(self, batch: int, context_tokens: float) -> float:
         return self.without_context_s(batch) + self.context_slope_s(batch) * context_tokens
-
-
-class LinearCosts(CostModel):
-    """The linear cost model as it stands in a file; None is a term that the data did not identify.
-
-    One iteration with b requests whose contexts sum to S tokens, v tokens to verify per request and draft depth d takes
-
-        base_s + per_request_s*b + per_token_s*b*v + per_context_s*S
-          + [if drafting]              sd_base_s + draft_per_request_s*b
-                                       + d*(draft_level_s + draft_level_per_request_s*b)
-          + [a drafter loaded, d = 0]  sd_idle_s
-
-    `draft_per_request_s` is what finding a draft takes whatever its depth, as a model-free drafter searches once per
-    request. A block drafter counts as one level at any depth. `prefill_per_token_s` is per prompt token. Where nothing
-    was ever verified `per_token_s` is None and its share stands in `per_request_s`: at v = 1 the two are not separately
-    identified. With `far_token_s` tokens beyond the first `FAR_TOKENS` of an iteration take that each: cores compute
-    many at once better than few.
-    """
-
-    kind: Literal["linear"] = "linear"
-    base_s: Seconds | None = None
-    per_request_s: Seconds | None = None
-    per_token_s: Seconds | None = None
-    far_token_s: Seconds | None = None
-    per_context_s: Seconds | None = None
-    sd_base_s: Seconds | None = None
-    sd_idle_s: Seconds | None = None
-    draft_level_s: Seconds | None = None
-    draft_level_per_request_s: Seconds | None = None
-    draft_per_request_s: Seconds = 0.0
-    prefill_per_token_s: Seconds | None = None
-
-    def iteration(
-        self,
-        strategy: Strategy,
-        *,
-        tokens_to_verify: float | None = None,
-        drafter_loaded: bool = False,
-        drafters: Drafters = STANDARD,
-    ) -> LinearIteration:
-        verified = float(strategy.tokens_to_verify) if tokens_to_verify is None else tokens_to_verify
-        fixed, per_request, passes = self.need("base_s"), self.need("per_request_s"), drafters.passes(strategy)
-        draft_fixed = draft_per_request = 0.0
-        if strategy.speculates:
-            fixed += self.need("sd_base_s")
-            draft_fixed = passes * self.need("draft_level_s")
-            draft_per_request = self.draft_per_request_s + passes * self.need("draft_level_per_request_s")
-        elif drafter_loaded:
-            fixed += self.need("sd_idle_s")
-        per_token = self.need("per_token_s") if strategy.speculates else self.per_token_s or 0.0
-        return LinearIteration(
-            fixed_s=fixed,
-            per_request_s=per_request,
-            per_token_s=per_token,
-            far_token_s=per_token if self.far_token_s is None else self.far_token_s,
-            per_context_s=self.need("per_context_s"),
-            draft_fixed_s=draft_fixed,
-            draft_per_request_s=draft_per_request,
-            tokens_to_verify=verified,
-            graph_sizes=self.graph_sizes or (),
-        )
-
-    def prefill_s(self, tokens: float) -> float:
-        return self.need("prefill_per_token_s") * tokens
-
-
-@frozen
-class LinearIteration(IterationCost):
-    """Seconds of one iteration under one strategy, linear in batch, tokens and context.
-
-    >>> LinearCosts(base_s=4e-3, per_request_s=1e-3, per_context_s=0.0).iteration(NO_SPECULATION).seconds(2, 100)
-    0.006
-    """
-
-    fixed_s: float
-    per_request_s: float
-    per_token_s: float
-    far_token_s: float
-    per_context_s: float
-    draft_fixed_s: float
-    draft_per_request_s: float
-    tokens_to_verify: float
-    graph_sizes: tuple[int, ...] = ()
-
-    def without_context_s(self, batch: int) -> float:
-        tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
-        verified = self.per_token_s * min(tokens, FAR_TOKENS) + self.far_token_s * max(tokens - FAR_TOKENS, 0.0)
-        return self.fixed_s + self.per_request_s * batch + verified + self.draft_s(batch)
-
-    def context_slope_s(self, batch: int) -> float:
-        return self.per_context_s
-
-    def draft_s(self, batch: int) -> float:
-        return self.draft_fixed_s + self.draft_per_request_s * batch
 
 
 def padded(tokens: float, graph_sizes: tuple[int, ...]) -> float:

@@ -14,7 +14,8 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.own import OwnPart
 
-from .base import CostModel, LinearCosts
+from .base import CostModel
+from .linear import LinearCosts
 from .profiles import named_costs, profiles
 from .roofline import RooflineCosts
 from .scaled import ScaledCosts

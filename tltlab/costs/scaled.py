@@ -10,7 +10,8 @@ from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.records import frozen
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .base import CostModel, IterationCost, LinearCosts
+from .base import CostModel, IterationCost
+from .linear import LinearCosts
 from .roofline import RooflineCosts
 from .table import TableCosts
 

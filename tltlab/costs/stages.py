@@ -1,4 +1,4 @@
-"""Costs of an RL step outside its rollout: log-probs, reward, training, weight sync, each linear in the work.
+"""Costs of an RL step outside its rollout: log-probs, reward, training, weight sync, each linear in the work; and fits.
 
 A response of n tokens, prompt included, attends over about n^2 / 2 (query, key) pairs. At 32K tokens that term is half
 of what the weights cost in a 7B model (4 * 28 * 3584 * 16K FLOPs per token against 2 * 7.07e9), so it is its own term.
@@ -6,6 +6,7 @@ of what the weights cost in a 7B model (4 * 28 * 3584 * 16K FLOPs per token agai
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, Positive, gpu, mod
 from tltlab.records import frozen
 
 from .base import Seconds
+from .samples import robust_fit
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -98,6 +100,14 @@ def served_s(arrive_s: Floats, work_s: Floats, free_s: float = 0.0) -> Floats:
     ends: Floats = np.empty(len(order))
     ends[order] = done + waited
     return ends
+
+
+def fit(columns: Mapping[str, Floats], seconds: Floats) -> dict[str, float]:
+    """A stage's seconds, or other times of RL steps, as non-negative multiples of columns of these RL steps."""
+    num = len(seconds)
+    # Each RL step is a separate block, so a step slowed down by other load does not raise the level of all others.
+    found = robust_fit(dict(columns), seconds, groups=np.zeros(num, np.int64), blocks=np.arange(num))
+    return {name: value or 0.0 for name, value in found.coefficients.items()}
 
 
 class InferenceCosts(FrozenModel):

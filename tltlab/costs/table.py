@@ -1,23 +1,35 @@
-"""A measured table as cost model: a few knots, and the roofline's shape between and beyond them."""
+"""A measured table as cost model: a few knots, and the roofline's shape between and beyond them; and its fits.
+
+A table is fitted to a grid of measured iterations, or to a recorded trace. A piecewise linear curve that never falls is
+its first value plus ramps, one between each two knots, with coefficients that are not negative. So is a sum of such
+curves: isotonic smoothing and regression at once.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from dataclasses import replace
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
+from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD, Drafters
+from tltlab.errors import ConfigError
 from tltlab.hardware import Positive, gpu, model
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from .base import CalibratedRange, CostModel, IterationCost, Seconds, padded
+from .linear import LEVELS, measured_drafting
 from .roofline import Hardware, rounded_max
+from .samples import NUM_BANDS, Fitted, Iterations, band, non_negative, robust_fit
 
+LEAST_S = 1e-9
 DIP = 0.05
 """How far a knot may lie below the one before it, as a share of that: noise, lifted to it. More is an error."""
 KNEE = 4.0
@@ -275,3 +287,170 @@ def _running_maximum(axis: str, at: list[float], name: str, values: list[float])
         monotone.append(value if value >= (1.0 - 1e-12) * highest else highest)
         highest = max(highest, value)
     return monotone
+
+
+def fit(rows: Iterations, hardware: Hardware | None = None, *, recorded: bool) -> Fitted:
+    """A table of a recorded trace, or of measured iterations to which a roofline may give its shape between the knots.
+
+    The knots of a trace are at powers of four of batch and of tokens. It is robust to outliers as linear costs are,
+    with the same split of an iteration into verification and drafting.
+
+    Measured iterations that prefilled nothing have one non-negative least-squares fit of relative errors, in which
+    times can only grow with tokens, with batch and with context: noise that falls is smoothed. Drafting is a base and a
+    time per level, so depths between those that were measured are interpolated. Prefill is the median over the rows
+    that have it of the seconds that the rest of the iteration leaves. Raises ConfigError for a single context per
+    batch, which shows nothing of attention.
+    """
+    costs = _recorded(rows) if recorded else _measured(rows, hardware)
+    return Fitted(costs=costs, predicted_s=costs.predict(rows))
+
+
+def _recorded(rows: Iterations) -> TableCosts:
+    forward_at, batch_at = _knots(rows.verified), _knots(rows.batch)
+    # One slope for all batches: on recorded traces a slope for each predicts other RL steps worse.
+    columns = forward_columns(rows.verified, forward_at) | {"per_context_s": rows.context}
+    columns |= fixed_columns(rows.batch, batch_at)
+    columns |= {"sd_base_s": rows.spec.astype(np.float64), "prefill_per_token_s": rows.prefill}
+    # An iteration that prefills is of no other regime, speculative or not.
+    groups = rows.regime * NUM_BANDS + band(rows.batch)
+    coefficients = robust_fit(columns, rows.seconds - rows.draft_s, groups, rows.block).coefficients
+    terms: dict[str, float | None] = {"prefill_per_token_s": coefficients["prefill_per_token_s"]}
+    notes = []
+    if coefficients["prefill_per_token_s"] is None:
+        notes.append("no iteration prefilled: prefill_per_token_s is null")
+    if rows.spec.any():
+        terms |= _drafting_terms(rows)
+        terms["sd_base_s"] = (coefficients["sd_base_s"] or 0.0) + (terms["sd_base_s"] or 0.0)
+        if not ((rows.next_depth > 0) & (rows.draft_s > 0)).any():
+            notes.append("drafting time was not recorded apart: it is inside sd_base_s and forward, levels are 0")
+        idle = rows.draft_s[~rows.spec & (rows.draft_s > 0) & (rows.next_depth == 0)]
+        terms["sd_idle_s"] = float(idle.mean()) if len(idle) else 0.0
+        if not len(idle):
+            notes.append("what a loaded drafter costs in plain decoding was not recorded apart: sd_idle_s is written 0")
+    else:
+        notes.append("nothing was speculated: the drafting terms are null")
+    knots = {
+        "forward": forward_knots(coefficients, forward_at),
+        "attention": attention_knots(coefficients, batch_at, coefficients["per_context_s"] or 0.0),
+        "calibrated": rows.covered,
+        "notes": tuple(notes),
+    }
+    return TableCosts.model_validate(knots | terms)
+
+
+def _measured(rows: Iterations, hardware: Hardware | None) -> TableCosts:
+    costs = _decoding(rows.where(rows.prefill == 0), hardware)
+    prefilled = rows.where(rows.prefill > 0)
+    if len(prefilled):
+        rest_s = costs.predict(replace(prefilled, prefill=np.zeros(len(prefilled))))
+        each_s = max(float(np.median((prefilled.seconds - rest_s) / prefilled.prefill)), 0.0)
+        update: dict[str, Any] = {"prefill_per_token_s": each_s}
+    else:
+        update = {"notes": (*costs.notes, "no iteration prefilled: prefill_per_token_s is null")}
+    return costs.model_copy(update=update)
+
+
+def _decoding(rows: Iterations, hardware: Hardware | None) -> TableCosts:
+    if not len(rows):
+        raise ConfigError("there are no measured iterations to make a table of")
+    pairs = np.unique(np.stack([rows.batch, rows.context]), axis=1)
+    if np.unique(pairs[0], return_counts=True)[1].max() < 2:
+        raise ConfigError("measured iterations have one context_tokens per batch: measure each at two or more")
+    forward_at, batch_at = np.unique(rows.verified), np.unique(rows.batch)
+    columns = forward_columns(rows.verified, forward_at) | context_columns(rows.batch, rows.context, batch_at)
+    columns |= fixed_columns(rows.batch, batch_at)
+    notes: list[str] = []
+    drafts = bool(rows.spec.any())
+    if drafts:
+        columns |= {"sd_base_s": rows.spec.astype(np.float64)}
+        columns |= {"draft_level_s": rows.next_depth, "draft_level_per_request_s": rows.next_depth * rows.batch}
+    # Every batch and depth has different tokens: a curve through all of them would leave no time for drafting.
+    # Among the curves that fit the measurements, the straightest is taken.
+    bends = forward_bends(rows.verified, rows.seconds, forward_at) if drafts else []
+    coefficients = non_negative(columns, rows.seconds, small=bends)
+    terms = measured_drafting(coefficients, notes) if drafts else {}
+    knots: dict[str, Any] = {
+        "forward": forward_knots(coefficients, forward_at),
+        "attention": attention_knots(coefficients, batch_at),
+        "roofline": hardware,
+        "calibrated": rows.covered,
+        "notes": tuple(notes),
+    }
+    return TableCosts.model_validate(knots | terms)
+
+
+def _drafting_terms(rows: Iterations) -> dict[str, float | None]:
+    zeros: dict[str, float | None] = dict.fromkeys(LEVELS, 0.0)
+    drafting = (rows.next_depth > 0) & (rows.draft_s > 0)
+    if not drafting.any():
+        return zeros
+    depth, batch = rows.next_depth[drafting], rows.batch[drafting]
+    columns = {"draft_level_s": depth, "draft_level_per_request_s": depth * batch, "sd_base_s": np.ones_like(depth)}
+    coefficients = robust_fit(columns, rows.draft_s[drafting], band(batch), rows.block[drafting]).coefficients
+    return zeros | {name: value or 0.0 for name, value in coefficients.items()}
+
+
+def _knots(values: Floats) -> Floats:
+    """The ends, and the powers of four that are not near one."""
+    low, high = max(1.0, float(values.min())), float(values.max())
+    powers = 4.0 ** np.arange(0, 10)
+    inside = powers[(powers > 1.4 * low) & (1.4 * powers < high)]
+    return np.unique(np.concatenate([[low], inside, [high]]))
+
+
+def forward_columns(tokens: Floats, knots: Floats) -> dict[str, Floats]:
+    """Seconds that grow with the tokens: a constant and the ramps."""
+    return {"forward": np.ones_like(tokens)} | _ramps("forward", tokens, knots)
+
+
+def fixed_columns(batch: Floats, knots: Floats) -> dict[str, Floats]:
+    """Seconds that grow with the requests, from nothing at the first knot."""
+    return _ramps("fixed", batch, knots)
+
+
+def context_columns(batch: Floats, context: Floats, knots: Floats) -> dict[str, Floats]:
+    """Seconds per token of context in every request, growing with the requests; `context` is the sum over these."""
+    ramps = _ramps("context", batch, np.concatenate([[0.0], knots]))
+    return {name: ramp * context / batch for name, ramp in ramps.items()}
+
+
+def forward_bends(tokens: Floats, seconds: Floats, knots: Floats) -> list[dict[str, float]]:
+    """How far the curve of `forward_columns` is from straight at each inner knot, for `non_negative`'s `small`.
+
+    Its distance from the line through its neighbours, as a share of the median seconds of the rows at that knot.
+    """
+    bends = []
+    for low, middle, high in zip(knots, knots[1:], knots[2:], strict=False):
+        share = (middle - low) / (high - low)
+        typical_s = float(np.median(seconds[tokens == middle]))
+        bends.append({f"forward {middle:g}": (1 - share) / typical_s, f"forward {high:g}": -share / typical_s})
+    return bends
+
+
+def forward_knots(coefficients: dict[str, float | None], at: Floats) -> tuple[TokenKnot, ...]:
+    """The fitted curve of `forward_columns`."""
+    seconds = np.maximum(_values_at(coefficients, "forward", at), LEAST_S)
+    return tuple(TokenKnot(tokens=float(m), seconds=float(s)) for m, s in zip(at, seconds, strict=True))
+
+
+def attention_knots(
+    coefficients: dict[str, float | None], at: Floats, per_context_s: float | None = None
+) -> tuple[AttentionKnot, ...]:
+    """The fitted curves of `fixed_columns` and `context_columns`, or one slope for all batches in place of these."""
+    fixed = _values_at(coefficients, "fixed", at)
+    slopes = _values_at(coefficients, "context", np.concatenate([[0.0], at]))[1:] / at
+    if per_context_s is not None:
+        slopes = np.full_like(at, per_context_s)
+    return tuple(
+        AttentionKnot(batch=int(b), fixed_s=float(f), per_context_s=float(s))
+        for b, f, s in zip(at, fixed, slopes, strict=True)
+    )
+
+
+def _ramps(name: str, x: Floats, knots: Floats) -> dict[str, Floats]:
+    return {f"{name} {high:g}": np.clip((x - low) / (high - low), 0.0, 1.0) for low, high in pairwise(knots)}
+
+
+def _values_at(coefficients: dict[str, float | None], name: str, knots: Floats) -> Floats:
+    """The curve's values at the knots: sums of its ramps up to there."""
+    return np.cumsum([coefficients.get(name) or 0.0, *(coefficients.get(f"{name} {x:g}") or 0.0 for x in knots[1:])])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tltlab.arrays import Floats, Ints
-from tltlab.costs.base import FAR_TOKENS
+from tltlab.costs.linear import FAR_TOKENS
 from tltlab.errors import ConfigError
 from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -63,7 +63,7 @@ class Goodput(Selector, kind="goodput"):
     each depth starts with, and so falls back to, 16 drafts that kept a token with chance `prior`: a drafter that is off
     looks as good as new after a while. With chance `epsilon` a strategy is picked at random.
 
-    >>> from tltlab.costs.base import LinearCosts
+    >>> from tltlab.costs.linear import LinearCosts
     >>> costs = LinearCosts(base_s=4e-3, per_request_s=0, per_token_s=1e-4, per_context_s=0, sd_base_s=1e-3,
     ...                     sd_idle_s=0, draft_level_s=0, draft_level_per_request_s=0)
     >>> goodput = Goodput([Strategy.chain("ngram", 4)], costs, epsilon=0.0, rng=np.random.default_rng(0))

@@ -13,9 +13,17 @@ import pandas as pd
 
 from tltlab.arrays import Flags, Floats
 from tltlab.calibration.cross_validation import cross_validated, error_quantiles, leave_one_group_out
-from tltlab.calibration.roofline import RooflineRows, constants_of, fit_constants, known_terms, notes_of, uncertainty
 from tltlab.costs.base import CalibratedRange
-from tltlab.costs.roofline import Constants, Ideal, prefill_token_s
+from tltlab.costs.roofline import (
+    Constants,
+    Ideal,
+    RooflineRows,
+    constants_of,
+    fit_constants,
+    notes_of,
+    prefill_token_s,
+    uncertainty,
+)
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model
 
@@ -47,9 +55,10 @@ class Fitted:
         `constants` are those of the hardware of `queries`, in proportion to the fitted ones.
         """
         rows, context = PublishedRows.of_table(self.predictions), {_CONTEXT: self.context_tokens or 0.0}
-        values = known_terms(self.constants) | context
+        values = self.constants.model_dump(exclude_none=True) | context
         fitted_values = {name: values[name] for name in rows.ranges}
-        return uncertainty(rows, fitted_values, (PublishedRows.of_table(queries), known_terms(constants) | context))
+        there = constants.model_dump(exclude_none=True) | context
+        return uncertainty(rows, fitted_values, (PublishedRows.of_table(queries), there))
 
 
 def fit(measurements: pd.DataFrame, folds: Sequence[str] = ()) -> Fitted:
@@ -59,8 +68,8 @@ def fit(measurements: pd.DataFrame, folds: Sequence[str] = ()) -> Fitted:
     """
     if measurements.empty:
         raise ConfigError("nothing to fit: the table of measurements is empty")
-    estimator = PublishedEstimator().fit(measurements)
-    rows, values = estimator.rows_, estimator.values_
+    rows = PublishedRows.of_table(measurements)
+    values = fit_constants(rows)
     predicted = rows.predict(values)
     context = values.get(_CONTEXT)
     context_notes = [] if context is None else [
@@ -89,27 +98,10 @@ def predict(constants: Constants, measurements: pd.DataFrame, context_tokens: fl
     rows = PublishedRows.of_table(measurements)
     if context_tokens is None and rows.context_unknown.any():
         raise ConfigError("speed-ups without context_tokens: say how many tokens of context a request had")
-    values = known_terms(constants)
+    values = constants.model_dump(exclude_none=True)
     if context_tokens is not None:
         values[_CONTEXT] = context_tokens
     return rows.predict(values)
-
-
-class PublishedEstimator:
-    """Constants, and the context of speed-ups where it is not known; `start` is where the search begins."""
-
-    def __init__(self, start: Mapping[str, float] | None = None) -> None:
-        self.start = start
-
-    def fit(self, measurements: pd.DataFrame) -> Self:
-        self.rows_ = PublishedRows.of_table(measurements)
-        if self.start is not None and (missing := set(self.start) - set(self.rows_.ranges)):
-            raise ConfigError(f"the rest does not show {', '.join(sorted(missing))}")
-        self.values_ = fit_constants(self.rows_, self.start)
-        return self
-
-    def predict(self, measurements: pd.DataFrame) -> Floats:
-        return PublishedRows.of_table(measurements).predict(self.values_)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -242,7 +234,15 @@ def _fold_errors(values: Mapping[str, float], measurements: pd.DataFrame, column
     if measurements[column].nunique(dropna=False) < 2:
         value = measurements[column].iloc[0]
         raise ConfigError(f"fold {column} has one value only, {value}: nothing would be left to fit")
-    for fold, predicted in cross_validated(PublishedEstimator(values), leave_one_group_out(measurements, column)):
+
+    def learn(rest: pd.DataFrame) -> Callable[[pd.DataFrame], Floats]:
+        rows = PublishedRows.of_table(rest)
+        if missing := set(values) - set(rows.ranges):
+            raise ConfigError(f"the rest does not show {', '.join(sorted(missing))}")
+        found = fit_constants(rows, values)
+        return lambda asked: PublishedRows.of_table(asked).predict(found)
+
+    for fold, predicted in cross_validated(learn, leave_one_group_out(measurements, column)):
         value = fold.test[column].iloc[0]
         if isinstance(predicted, ConfigError):
             raise ConfigError(f"without {column} {value} {predicted}")

@@ -13,9 +13,8 @@ from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.fakes.curves import CurveAcceptance
 from tests.refused import refused
 from tltlab.acceptance.base import RequestArrays
-from tltlab.acceptance.curves import SiblingAcceptance
+from tltlab.acceptance.curves import SiblingAcceptance, fit_siblings
 from tltlab.acceptance.load import load_acceptance
-from tltlab.calibration.acceptance import fit_siblings
 from tltlab.errors import ConfigError, TraceError
 from tltlab.strategy import Strategy
 from tltlab.traces.drafts import recorded_drafts, walked_drafts

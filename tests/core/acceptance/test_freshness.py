@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance, RequestArrays
-from tltlab.acceptance.freshness import FreshAcceptance, Freshness
+from tltlab.acceptance.freshness import FreshAcceptance, Freshness, fit_freshness, measured_state
 from tltlab.acceptance.load import load_acceptance
-from tltlab.calibration.acceptance import fit_freshness, measured_state
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy

@@ -8,7 +8,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.calibration.api import Calibration, StepFits, calibrate, parse_rl_steps
-from tltlab.costs.base import FAR_TOKENS, LinearCosts
+from tltlab.costs.linear import FAR_TOKENS, LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.strategy import Strategy

@@ -7,10 +7,10 @@ import pandas as pd
 import pytest
 
 from tltlab.acceptance.base import RequestArrays
-from tltlab.acceptance.context import ContextAcceptance
+from tltlab.acceptance.context import ContextAcceptance, fit_trained_length
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import MeasuredAcceptance
-from tltlab.calibration.acceptance import fit_kind, fit_trained_length
+from tltlab.calibration.acceptance import fit_kind
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec

@@ -19,10 +19,10 @@ from tltlab.calibration.acceptance import fit_kind
 from tltlab.calibration.costs import fit_points, fit_trace
 from tltlab.calibration.cross_validation import held_out_errors
 from tltlab.calibration.iterations import checked, measured_rows, read_step_times, recorded_rows
-from tltlab.calibration.roofline import RooflineEstimator
-from tltlab.calibration.table import MeasuredTableEstimator, RecordedTableEstimator
 from tltlab.cli.calibrate import calibrate as command
-from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs import roofline, table
+from tltlab.costs.base import CostModel
+from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.costs.roofline import Hardware, RooflineCosts
 from tltlab.errors import ConfigError
@@ -144,7 +144,7 @@ def test_chains_leave_drafting_per_request_inside_verification():
 def test_a_table_states_where_unrecorded_drafting_is(run: Trace):
     for blind, columns in ((False, []), (True, ["draft_duration", "next_draft_depth"])):
         rows = recorded_rows(run.iterations.assign(**dict.fromkeys(columns, np.nan)))
-        notes = RecordedTableEstimator().fit(rows).costs_.notes
+        notes = table.fit(rows, recorded=True).costs.notes
         assert any("forward, levels" in note for note in notes) == blind
 
 
@@ -152,9 +152,9 @@ def test_noise_that_falls_is_smoothed_in_a_table():
     points = grid(LINEAR)
     points = points.assign(noisy=points["seconds"] * np.random.default_rng(0).lognormal(0.0, 0.05, len(points)))
     rows = measured_rows(checked(points.assign(seconds=points["noisy"])))
-    found = MeasuredTableEstimator().fit(rows)
-    assert all(a.seconds <= b.seconds for a, b in pairwise(found.costs_.forward))
-    smooth, raw = ((times / points["seconds"] - 1).abs().mean() for times in (found.predictions_, points["noisy"]))
+    found = table.fit(rows, recorded=False)
+    assert all(a.seconds <= b.seconds for a, b in pairwise(found.costs.forward))
+    smooth, raw = ((times / points["seconds"] - 1).abs().mean() for times in (found.predicted_s, points["noisy"]))
     assert smooth < 0.7 * raw
 
 
@@ -175,7 +175,7 @@ def test_a_table_of_one_depth_has_no_levels():
 
 def test_prompts_that_ride_cost_as_in_the_simulator():
     rows = measured_rows(checked(grid(ROOFLINE, prefill=True)))
-    found = RooflineEstimator(H100, recorded=False).fit(rows).costs_
+    found = roofline.fit(rows, H100, recorded=False).costs
     same_times(found, ROOFLINE, rel=0.01, at=MEASURED)
     assert found.max_num_batched_tokens == 64 * 8 + 512
     for batch, depth in ((1, 0), (32, 0), (32, 7)):
@@ -189,7 +189,7 @@ def test_prompts_that_ride_cost_as_in_the_simulator():
 def test_tokens_of_the_largest_iteration_are_whole(run: Trace):
     table = run.iterations.assign(prefill_tokens=0)
     table.loc[0, ["batch", "num_drafted", "prefill_tokens"]] = 15, 115, 100
-    found = RooflineEstimator(H100, recorded=True).fit(recorded_rows(table)).costs_
+    found = roofline.fit(recorded_rows(table), H100, recorded=True).costs
     assert found.max_num_batched_tokens == 230, "15 * (1 + 115 / 15) is more than 130 as floats go"
 
 
@@ -198,8 +198,8 @@ def test_what_rows_leave_open_is_how_predictions_scatter():
     exact, rng, z = checked(grid(ROOFLINE, (0, 3))), np.random.default_rng(0), []
     for _ in range(4):
         noisy = exact.assign(seconds=exact["seconds"] * (1 + 0.03 * rng.standard_normal(len(exact))))
-        found = RooflineEstimator(H100, recorded=False).fit(measured_rows(noisy))
-        z.append((found.predictions_ / exact["seconds"].to_numpy() - 1) / found.open_)
+        found = roofline.fit(measured_rows(noisy), H100, recorded=False)
+        z.append((found.predicted_s / exact["seconds"].to_numpy() - 1) / found.open)
     assert 0.6 < np.sqrt(np.mean(np.square(z))) < 1.4
     alone = fit_points(noisy.query("batch == 8"), "roofline", H100).costs.evidence
     assert alone.left_out == {}
@@ -262,7 +262,7 @@ def test_table_of_two_batch_sizes_leaves_none_out():
 
 def test_model_free_drafters_have_no_network():
     rows = measured_rows(checked(grid(LINEAR).assign(drafter="ngram")))
-    found = RooflineEstimator(H100, recorded=False).fit(rows).costs_
+    found = roofline.fit(rows, H100, recorded=False).costs
     assert found.constants.draft_level_s is None
     assert found.constants.sd_base_s is not None
 

@@ -1,6 +1,6 @@
 """One cost model of each kind, which tests of costs and of calibration share."""
 
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.costs.roofline import Constants, RooflineCosts
 from tltlab.costs.table import TableCosts
 from tltlab.strategy import Strategy

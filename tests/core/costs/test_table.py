@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tests.core.costs.models import CHAIN, SHAPED, TABLE
 from tests.core.costs.models import TABLED as COSTS
 from tltlab.calibration.iterations import iterations_of, recorded_rows
-from tltlab.calibration.linear import LinearEstimator
-from tltlab.calibration.table import RecordedTableEstimator, predict_iterations
+from tltlab.calibration.residuals import row_sums
+from tltlab.costs import linear, table
+from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
 from tltlab.costs.roofline import Hardware
 from tltlab.costs.table import IdealForward, TableCosts
@@ -109,7 +110,7 @@ def test_a_dip_within_noise_is_lifted():
 
 
 def from_trace(trace: Trace) -> TableCosts:
-    return RecordedTableEstimator().fit(recorded_rows(iterations_of(trace), trace.steps)).costs_
+    return table.fit(recorded_rows(iterations_of(trace), trace.steps), recorded=True).costs
 
 
 def recorded(costs: TableCosts, outliers: bool = False, num: int = 2000) -> Trace:
@@ -145,7 +146,7 @@ def test_a_trace_of_known_times_gives_them_back():
         assert found.iteration(CHAIN).draft_s(batch) <= truth.iteration(CHAIN).draft_s(batch) + 1e-3
     assert found.prefill_s(1.0) == pytest.approx(1e-5, rel=0.1)
     rows = recorded_rows(trace.iterations)
-    sums = rows.sums(predict_iterations(found, rows))
+    sums = row_sums(rows, found.predict(rows))
     assert len(sums) == 2
     assert sums["bias"].abs().max() < 0.01
 
@@ -159,15 +160,15 @@ def test_outliers_move_the_level_and_not_the_shape():
 def test_predictions_of_iterations_are_the_models_own():
     table = recorded(COSTS, num=200).iterations
     idle_s = np.where(table["draft_depth"] > 0, 0.0, 2e-4)
-    assert predict_iterations(COSTS, recorded_rows(table)) == pytest.approx(table["duration"] + idle_s)
+    assert COSTS.predict(recorded_rows(table)) == pytest.approx(table["duration"] + idle_s)
 
 
 def test_a_table_predicts_rollouts_as_well_as_lines():
     trace, errors = read(TRACES / "subset-sum-small"), {"table": [], "linear": []}
     halves = [recorded_rows(iterations_of(trace.select(trace.rl_steps[first::2])), trace.steps) for first in (0, 1)]
     for fit_on, others in (halves, halves[::-1]):
-        for name, estimator in (("table", RecordedTableEstimator()), ("linear", LinearEstimator(recorded=True))):
-            sums = others.sums(predict_iterations(estimator.fit(fit_on).costs_, others))
+        for name, kind in (("table", table), ("linear", linear)):
+            sums = row_sums(others, CostModel.predict(kind.fit(fit_on, recorded=True).costs, others))
             errors[name] += sums["bias"].abs().tolist()
     assert np.mean(errors["table"]) < 1.05 * np.mean(errors["linear"])
 

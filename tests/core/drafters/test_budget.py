@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refused import refused
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.drafters.budget import AcceptanceBudget, MbaBudget, UniformBudget, share_out
 from tltlab.policies.engines import VerificationBudget
 from tltlab.policies.policy import AcceptanceBudgetSpec, Policy, load_policy

@@ -12,7 +12,8 @@ from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
 from tltlab.acceptance.per_drafter import PerDrafter
-from tltlab.costs.base import CostModel, IterationCost, LinearCosts
+from tltlab.costs.base import CostModel, IterationCost
+from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError

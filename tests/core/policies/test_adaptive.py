@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.policies.adaptive import Adaptive
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import AdaptiveSpec

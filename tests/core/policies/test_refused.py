@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.refused import refused
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.adaptive import Adaptive
 from tltlab.policies.bandits import Hedge, Ucb1

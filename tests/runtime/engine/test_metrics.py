@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.refused import refused
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.drafters.specs import SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import load_policy

@@ -16,7 +16,8 @@ from tltlab.acceptance.curves import SiblingAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import BatchBand, FittedDepth, MeasuredAcceptance
-from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.base import CostModel
+from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, Policy, load_policy

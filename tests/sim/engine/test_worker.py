@@ -12,7 +12,7 @@ from tests.fakes.curves import CurveAcceptance
 from tltlab.acceptance.base import GeometricAcceptance, RequestArrays
 from tltlab.acceptance.measured import BatchBand, FittedDepth, MeasuredAcceptance
 from tltlab.acceptance.replay import TraceAcceptance
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.hardware import Gpu

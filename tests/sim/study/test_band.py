@@ -12,8 +12,9 @@ import tltlab
 from tests.core.conftest import shared_data  # noqa: F401
 from tltlab.acceptance.base import GeometricAcceptance, Scaled
 from tltlab.acceptance.load import DEFAULTS, load_acceptance
-from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.base import CostModel
 from tltlab.costs.evidence import Evidence
+from tltlab.costs.linear import LinearCosts
 from tltlab.costs.profiles import profiles
 from tltlab.policies.policy import load_policy
 from tltlab.sim.scenario import Scenario

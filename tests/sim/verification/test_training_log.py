@@ -10,7 +10,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.cli.calibrate import calibrate
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.doctor.signatures import diagnose

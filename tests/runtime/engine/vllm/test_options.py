@@ -9,7 +9,7 @@ import pytest
 
 import tltlab.runtime
 from tests.refused import refused
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.linear import LinearCosts
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, SuffixSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Activation, load_policy

@@ -1,6 +1,6 @@
-"""Non-negative linear fits of durations: robust ones, and curves that only grow as columns of such fits.
+"""Measured iterations as columns, whether a run recorded them or a table holds them, and robust fits to them.
 
-Robust: the shape from typical rows, the level from sums of all rows.
+Fits are non-negative and linear. Robust: the shape from typical rows, the level from sums of all rows.
 
 A busy machine makes some iterations many times longer. Least squares chases these rows; trimming them makes every sum
 too small. So the shape is fitted to the rows that are near the median of their group, with relative errors, and then
@@ -8,29 +8,114 @@ one factor scales the fit to the sum of all rows: the time in outliers is spread
 with 1 % Pareto outliers or slow stretches this keeps sums unbiased and errs 0.2 % in shape, least squares 2 to 6 %.
 The factor is the median over blocks, such as the rollouts of each worker: one during which a neighbour held the machine
 does not slow down the prediction of all others.
-
-A piecewise linear curve that never falls is its first value plus ramps, one between each two knots, with coefficients
-that are not negative. So is a sum of such curves: isotonic smoothing and regression at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from tltlab.arrays import Flags, Floats, Ints
-from tltlab.costs.table import AttentionKnot, TokenKnot
 from tltlab.records import frozen
 
-LEAST_S = 1e-9
+from .base import CalibratedRange, CostModel
+
+BANDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Upper ends of the batch bands; the last is open."""
+NUM_BANDS = len(BANDS)
+REGIMES = ("plain", "speculative", "prefill")
+
+
+def band(batch: Floats) -> Ints:
+    """Which batch band each row falls in."""
+    return np.searchsorted(BANDS[:-1], batch, side="left").astype(np.int64)
+
+
+def regimes(prefill: Floats, spec: Flags) -> Ints:
+    """Index into REGIMES: an iteration that prefills is of no other regime."""
+    return np.where(prefill > 0, 2, spec.astype(np.int64))
+
+
+_Record = TypeVar("_Record", bound=Any)
 _ROUNDS = 6
 _MADS = 4.0
 
 
 @frozen
-class Fit:
+class Iterations:
+    """One entry per iteration; contexts and verified tokens are sums over the batch.
+
+    An iteration verified: `verified` tokens (`tokens_to_verify` per request) of drafts that are `depth` deep. Within
+    its `seconds` it drafted: `next_depth` and `draft_s`, 0 where `draft_known` is False. `drafted_depth` is the
+    depth that counts where only one is known for an iteration, and `levels` the part of it that a network drafted.
+    `loaded`: a drafter was in memory in that RL step. `block` numbers the rollouts of workers from 0.
+    """
+
+    rl_step: Ints
+    worker: Ints
+    batch: Floats
+    context: Floats
+    prefill: Floats
+    tokens_to_verify: Floats
+    verified: Floats
+    depth: Ints
+    top_k: Floats
+    loaded: Flags
+    next_depth: Floats
+    drafted_depth: Floats
+    levels: Floats
+    draft_s: Floats
+    draft_known: Flags
+    seconds: Floats
+    regime: Ints
+    block: Ints
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    @property
+    def spec(self) -> Flags:
+        """Rows that verified a draft."""
+        return self.depth > 0
+
+    def where(self, mask: Flags | Ints) -> Iterations:
+        """Return the selected rows."""
+        return chosen(self, mask)
+
+    @property
+    def covered(self) -> CalibratedRange:
+        """The span of batch, tokens and context."""
+        spans = {"batch": self.batch, "verified_tokens": self.verified, "context_tokens": self.context}
+        return CalibratedRange(**{name: (float(x.min()), float(x.max())) for name, x in spans.items()})
+
+
+def chosen(record: _Record, mask: Flags | Ints) -> _Record:
+    """The record with the selected rows of its arrays."""
+    arrays = ((f.name, getattr(record, f.name)) for f in fields(record))
+    return replace(record, **{name: rows[mask] for name, rows in arrays if isinstance(rows, np.ndarray)})
+
+
+@frozen
+class Fitted:
+    """A cost model fitted to iterations, and the seconds of these by it.
+
+    A term that the iterations do not identify stands for nothing in `predicted_s`. `open` is the standard deviation
+    that the iterations leave to these predictions, relative; None where that is not worked out.
+    """
+
+    costs: CostModel
+    predicted_s: Floats
+    open: Floats | None = None
+
+
+Fit = Callable[[Iterations], Fitted]
+
+
+@frozen
+class RobustFit:
     """Coefficients per column, None where the data do not separate the column from those before it.
 
     `level` is the factor from typical rows to the sum of a block: 1.1 means a tenth of the time is in outliers.
@@ -40,7 +125,7 @@ class Fit:
     level: float
 
 
-def fit(columns: dict[str, Floats], y: Floats, groups: Ints, blocks: Ints) -> Fit:
+def robust_fit(columns: dict[str, Floats], y: Floats, groups: Ints, blocks: Ints) -> RobustFit:
     """Fit y = sum of coefficient * column, all coefficients >= 0.
 
     `groups` numbers the rows of one kind: outliers are sought among these, so a rare kind of row is not taken for one.
@@ -49,7 +134,7 @@ def fit(columns: dict[str, Floats], y: Floats, groups: Ints, blocks: Ints) -> Fi
     names = identified(columns)
     coefficients: dict[str, float | None] = dict.fromkeys(columns)
     if not names:
-        return Fit(coefficients=coefficients, level=1.0)
+        return RobustFit(coefficients=coefficients, level=1.0)
     x = np.column_stack([columns[name] for name in names])
     typical, weight = np.ones(len(y), dtype=bool), np.ones(len(y))
     solution = _least_squares(x, y, weight)
@@ -60,7 +145,7 @@ def fit(columns: dict[str, Floats], y: Floats, groups: Ints, blocks: Ints) -> Fi
         solution = _least_squares(x[typical], y[typical], weight[typical])
     level = _level(y, x @ solution, blocks)
     coefficients |= {name: float(c) * level for name, c in zip(names, solution, strict=True)}
-    return Fit(coefficients=coefficients, level=level)
+    return RobustFit(coefficients=coefficients, level=level)
 
 
 def _level(y: Floats, predicted: Floats, blocks: Ints) -> float:
@@ -120,55 +205,6 @@ def _not_negative(x: Floats, y: Floats) -> Floats:
     return solution
 
 
-def forward_columns(tokens: Floats, knots: Floats) -> dict[str, Floats]:
-    """Seconds that grow with the tokens: a constant and the ramps."""
-    return {"forward": np.ones_like(tokens)} | _ramps("forward", tokens, knots)
-
-
-def fixed_columns(batch: Floats, knots: Floats) -> dict[str, Floats]:
-    """Seconds that grow with the requests, from nothing at the first knot."""
-    return _ramps("fixed", batch, knots)
-
-
-def context_columns(batch: Floats, context: Floats, knots: Floats) -> dict[str, Floats]:
-    """Seconds per token of context in every request, growing with the requests; `context` is the sum over these."""
-    ramps = _ramps("context", batch, np.concatenate([[0.0], knots]))
-    return {name: ramp * context / batch for name, ramp in ramps.items()}
-
-
-def forward_bends(tokens: Floats, seconds: Floats, knots: Floats) -> list[dict[str, float]]:
-    """How far the curve of `forward_columns` is from straight at each inner knot, for `non_negative`'s `small`.
-
-    Its distance from the line through its neighbours, as a share of the median seconds of the rows at that knot.
-    """
-    bends = []
-    for low, middle, high in zip(knots, knots[1:], knots[2:], strict=False):
-        share = (middle - low) / (high - low)
-        typical_s = float(np.median(seconds[tokens == middle]))
-        bends.append({f"forward {middle:g}": (1 - share) / typical_s, f"forward {high:g}": -share / typical_s})
-    return bends
-
-
-def forward_knots(coefficients: dict[str, float | None], at: Floats) -> tuple[TokenKnot, ...]:
-    """The fitted curve of `forward_columns`."""
-    seconds = np.maximum(_values_at(coefficients, "forward", at), LEAST_S)
-    return tuple(TokenKnot(tokens=float(m), seconds=float(s)) for m, s in zip(at, seconds, strict=True))
-
-
-def attention_knots(
-    coefficients: dict[str, float | None], at: Floats, per_context_s: float | None = None
-) -> tuple[AttentionKnot, ...]:
-    """The fitted curves of `fixed_columns` and `context_columns`, or one slope for all batches in place of these."""
-    fixed = _values_at(coefficients, "fixed", at)
-    slopes = _values_at(coefficients, "context", np.concatenate([[0.0], at]))[1:] / at
-    if per_context_s is not None:
-        slopes = np.full_like(at, per_context_s)
-    return tuple(
-        AttentionKnot(batch=int(b), fixed_s=float(f), per_context_s=float(s))
-        for b, f, s in zip(at, fixed, slopes, strict=True)
-    )
-
-
 def non_negative(
     columns: dict[str, Floats], y: Floats, small: Sequence[Mapping[str, float]] = ()
 ) -> dict[str, float | None]:
@@ -187,12 +223,3 @@ def non_negative(
     target = np.concatenate([np.ones(len(y)), np.zeros(len(small))])
     solution = _not_negative(x / scale, target) / scale
     return dict.fromkeys(columns) | {name: float(c) for name, c in zip(names, solution, strict=True)}
-
-
-def _ramps(name: str, x: Floats, knots: Floats) -> dict[str, Floats]:
-    return {f"{name} {high:g}": np.clip((x - low) / (high - low), 0.0, 1.0) for low, high in pairwise(knots)}
-
-
-def _values_at(coefficients: dict[str, float | None], name: str, knots: Floats) -> Floats:
-    """The curve's values at the knots: sums of its ramps up to there."""
-    return np.cumsum([coefficients.get(name) or 0.0, *(coefficients.get(f"{name} {x:g}") or 0.0 for x in knots[1:])])
