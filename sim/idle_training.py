@@ -9,8 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tltlab.coordination.machine import CoordinatorConfig, CoordinatorState, advance
-from tltlab.coordination.messages import Event, RolloutEnded, RolloutStarted, WorkerReport
+from tltlab.coordination.machine import (
+    CoordinatorConfig,
+    CoordinatorState,
+    Event,
+    RolloutEnded,
+    RolloutStarted,
+    TrainerReady,
+    WorkerIdle,
+    advance,
+)
 from tltlab.coordination.progress import Progress, SpotTraining, Trained
 from tltlab.state import DrafterState
 
@@ -93,9 +101,9 @@ class SimulatedSpotTrainer(IdleUse):
         self._trained = Trained()
         self._spans: list[SpotSpan] = []
         self._has_data &= self.model.carried_share > 0
-        self._feed(RolloutStarted(rl_step=self._rollout))
         for worker in range(num_workers):
-            self._feed(WorkerReport(worker=worker, seq=0, rl_step=self._rollout, busy=True))
+            self._feed(TrainerReady(worker=worker))
+        self._feed(RolloutStarted(rl_step=self._rollout))
 
     def responses_finished(self, response_tokens: Sequence[float], now: float) -> None:
         """Responses of these lengths have finished: data to train on, the longest of them in the next rollout too."""
@@ -108,7 +116,7 @@ class SimulatedSpotTrainer(IdleUse):
         self._idle_from_s[worker] = now
         # A worker without a share in the rollout is idle from the start and has finished nothing.
         self._has_data |= now > self._begin_s
-        self._feed(WorkerReport(worker=worker, seq=1, rl_step=self._rollout, busy=False))
+        self._feed(WorkerIdle(worker=worker))
 
     def rollout_ended(self, now: float) -> None:
         """No request is left."""
@@ -130,26 +138,24 @@ class SimulatedSpotTrainer(IdleUse):
 
     def _train_until(self, now: float) -> None:
         assert now >= self._now, f"time goes backwards: {now} after {self._now}"
-        period, before = self._coordinator.period, self._progress
-        if period is not None:
-            members = len(period.members)
+        members, before = len(self._coordinator.members), self._progress
+        if members:
             self._progress = self.model.advance(before, now - self._now, members, has_data=self._has_data)
             self._trained_s += (self._progress.trained_s - before.trained_s) * members
         self._now = now
 
     def _feed(self, event: Event) -> None:
         """Give an event to the coordinator, and have the training period open, regroup or end as it decides."""
-        before = self._coordinator.period
+        before = self._coordinator.members
         self._coordinator, _ = advance(self._coordinator, event, self._now)
-        after = self._coordinator.period
-        if after is None:
-            if before is not None:
-                self._end_period(before.term)
-        elif before is None:
+        after = self._coordinator.members
+        if before and not after:
+            self._end_period(self._coordinator.term)
+        elif after and not before:
             self._progress = Progress(setup_left_s=self.model.start_s)
         elif before != after:
             self._progress = self._progress.regrouped(self.model.join_s)
-        for member in after.members if after is not None else ():
+        for member in after:
             self._joined_s.setdefault(member, self._now)
 
     def _end_period(self, term: int) -> None:

@@ -6,13 +6,17 @@ one. The trainers are processes of their own, and the coordinator gives them ord
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import os
 import shutil
 import signal
 import threading
 import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,16 +29,31 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tltlab.coordination.canary import Verdict, check_chances
+from tltlab.coordination.machine import (
+    CoordinatorState,
+    Event,
+    Kill,
+    Released,
+    RolloutEnded,
+    RolloutStarted,
+    Tick,
+    Train,
+    TrainerFreed,
+    TrainerGone,
+    TrainerReady,
+    WorkerIdle,
+    WorkerState,
+    advance,
+    wakeup_s,
+)
 from tltlab.coordination.schedule import Attempt, TrainingSchedule, tokens_per_draft
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
-from tltlab.errors import ConfigError, RunError, one_line
+from tltlab.errors import ConfigError, one_line
 from tltlab.files import new_folder
 from tltlab.policies.policy import Policy
-from tltlab.runtime.coordinator.keys import make_keys
-from tltlab.runtime.coordinator.sockets import CoordinatorServer
 from tltlab.runtime.engine.drafter_pool import DrafterPool, DrafterReport
 from tltlab.runtime.engine.graphs import parts_of
-from tltlab.runtime.ray.actors import get, runtime_env
+from tltlab.runtime.ray.actors import error_of, get, runtime_env
 from tltlab.runtime.ray.scratch import scratch_folder
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe
@@ -54,7 +73,11 @@ MOST_LETTERS = 85
 MOST_RESTARTS = 3
 """Restarts of a worker's trainer in one run."""
 
-WATCH_S = 0.25
+PING_S = 1.0
+"""Seconds between checks of a trainer that trains."""
+
+LATE_S = 30.0
+"""Seconds that the coordinator's thread may be late before the run gives it up."""
 
 ANSWER_S = 30.0
 """Most seconds for a trainer's answer, between rollouts, before it counts as hanging and is killed."""
@@ -105,6 +128,9 @@ class Drafting:
 
     def rollout_starts(self, rl_step: int) -> None:
         """Begin the rollout of `rl_step`: idle workers may train from now on, if the schedule permits it."""
+
+    def worker_idle(self, worker: int) -> None:
+        """Note that a worker has no request of this rollout left; from any thread."""
 
     def rollout_ends(self, rl_step: int) -> None:
         """End the rollout: on return no trainer trains on a worker's device."""
@@ -228,10 +254,8 @@ class DrafterRun(Drafting):
         driver = ray.get_runtime_context().get_node_id()
         of_ray = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         addresses = machine_addresses([node for node, _ in machines], driver, of_ray)
-        endpoint = coordinator_endpoint(self.config, f"ipc://{self._sockets}/coordinator", addresses, driver)
-        self.training = IdleWorkerTraining(self, endpoint, machines, driver, addresses)
-        self.training.processes.served = self.served
-        self.training.processes.begin(self._frozen(), self._data)
+        self.training = IdleWorkerTraining(self, machines, driver, addresses)
+        self.training.begin(self._frozen(), self._data)
 
     def _stop_training(self) -> None:
         if self.training is not None:
@@ -257,8 +281,11 @@ class DrafterRun(Drafting):
         decision = self.schedule.decide(rl_step, DrafterState(age=age, updates=served.updates), trusted=trusted)
         self.events.record(f"{'training' if decision.train else 'no training'}: {decision.reason}")
         self._in_service = {"drafter_version": served.swaps, "drafter_age": age, "drafter_updates": served.updates}
-        if decision.train:
-            self.training.rollout_starts(rl_step)
+        self.training.rollout_starts(rl_step, train=decision.train)
+
+    def worker_idle(self, worker: int) -> None:
+        if self.training is not None:
+            self.training.worker_idle(worker)
 
     def rollout_ends(self, rl_step: int) -> None:
         if self.training is not None:
@@ -266,11 +293,11 @@ class DrafterRun(Drafting):
 
     def annotate(self) -> None:
         assert self.training is not None
-        self._annotating = self.training.processes.ask("annotate")
+        self._annotating = self.training.ask("annotate")
 
     def publish(self, rl_step: int) -> None:
         assert self.training is not None
-        processes = self.training.processes
+        processes = self.training
         annotated = processes.collect(self._annotating)
         self._rows["acceptance"] = [row for rows in annotated.values() for row in rows]
         self._rows["spot_training"] = self.training.rows(rl_step - 1)
@@ -283,7 +310,7 @@ class DrafterRun(Drafting):
     def _swap(self, rl_step: int, furthest: Sequence[int], updates: int) -> None:
         """Load the drafter of the `furthest` trainers into the engines, and into all other trainers."""
         assert self.training is not None
-        processes = self.training.processes
+        processes = self.training
         # All of these have the same drafter; one that has just started has no held-out data.
         predictions = processes.answers("predicted", workers=furthest)
         if not predictions:
@@ -322,7 +349,7 @@ class DrafterRun(Drafting):
         trained = [row for row in self._rows["spot_training"] if row["updates"]]
         if not trained:
             return False
-        answers = self.training.processes.answers("compared", workers=[worker])
+        answers = self.training.answers("compared", workers=[worker])
         candidate, served = answers.get(worker, ([], []))
         attempt = Attempt(
             rl_step=rl_step,
@@ -350,8 +377,6 @@ class DrafterRun(Drafting):
         updates = self.served.updates
         self._restore(state, folder)
         self._annotating, self._rows = {}, {}
-        # Engines repeat the last RL step that they were in.
-        self._ask_engines("rewind", rl_step)
         # Reloading the same weights would clear their acceptance record.
         served = self.served
         if served.updates != updates:
@@ -366,7 +391,7 @@ class DrafterRun(Drafting):
         return rows | {"steps": [self._in_service]}
 
     def memory(self) -> list[ProcessMemory]:
-        return [] if self.training is None else list(self.training.processes.answers("memory").values())
+        return [] if self.training is None else list(self.training.answers("memory").values())
 
     def summary(self) -> dict[str, Any] | None:
         return {"name": self.config.name, "updates": self.served.updates, "swaps": self.served.swaps}
@@ -387,7 +412,7 @@ class DrafterRun(Drafting):
         state. Older drafters are not kept; the trace has their acceptance.
         """
         if self.training is not None:
-            self.training.processes.save_data(folder)
+            self.training.save_data(folder)
         parts = self.served.state_dict(folder) | self.watch.state_dict()
         return {"name": self.config.name, "schedule": self.schedule.state_dict(), **parts}
 
@@ -436,47 +461,68 @@ def drafter_of(recipe: Recipe, policy: Policy, out: Path, events: RunEvents) -> 
 
 @dataclass(slots=True, kw_only=True)
 class _TrainerProcess:
-    """A trainer that starts (`ready` completes with its process id) or runs (`run` completes when it has ended).
+    """A trainer that starts, or runs: `run` completes when it has ended.
 
-    `arguments` are those of its `start`, and of its replacement's if it fails before it runs.
+    `period` is the newest term for which it was called to train, `killed` the reason where it was killed.
     """
 
     actor: Any
-    ready: Any
-    arguments: Mapping[str, Any]
     run: Any = None
     pid: int = 0
+    period: int = 0
     killed: str = ""
 
 
-class _EarlyExit(RunError):
-    """A trainer's process ended before it started."""
+class IdleWorkerTraining:
+    """One `SpotTrainer` per worker, on its machine and devices, and their coordinator, until `close`.
 
+    `machines` are the workers', as (node, environment), by Ray's names as `driver`, the driver's; `addresses` are all
+    machines'. Trainers require growing RL steps: a run that goes back begins with a new object.
 
-class TrainerProcesses:
-    """One `SpotTrainer` per place, on the machine and devices of its worker: `machines`, as (node, environment).
+    The coordinator is the state machine of `tltlab.coordination`, in the event loop of one thread. A trainer that is
+    ordered to train is called (`SpotTrainer.train`), and its device is free when the call returns or its process has
+    ended. A failed trainer is restarted, `MOST_RESTARTS` times, with the current `target` and `served`, the drafter in
+    service; its training data is lost.
 
-    A failed trainer is noticed within `WATCH_S`: `on_death(worker)` is called, then it is restarted, `MOST_RESTARTS`
-    times, with the current `target` and `served`, the drafter in service. Its training data is lost.
+    The rollout never waits for a trainer: `rollout_ends` returns at most `yield_timeout_s` after the call, plus the
+    time to kill one.
     """
 
-    def __init__(
-        self,
-        places: Sequence[TrainerPlacement],
-        machines: Machines,
-        config: DrafterConfig,
-        events: RunEvents,
-        on_death: Callable[[int], None],
-    ) -> None:
-        self.config, self.events = config, events
+    def __init__(self, run: DrafterRun, machines: Machines, driver: str, addresses: Mapping[str, str]) -> None:
+        self.config, self.events = run.config, run.events
         self.target: Any = None
-        self.served = ServedDrafter()
-        self._places, self._machines, self._on_death = places, machines, on_death
-        self._deaths = dict.fromkeys(range(len(places)), 0)
+        self.served = run.served
+        self._machines = machines
+        self._meeting = RendezvousServer(*_host_and_port(run.config.rendezvous or f"{addresses[driver]}:0"))
+        self._places = [
+            TrainerPlacement(
+                worker=worker,
+                feed=run.feed(worker),
+                folder=run.out / f"worker-{worker}",
+                rendezvous=self._meeting.address,
+                host=addresses[node],
+                head=run.head,
+                seed=run.recipe.seed,
+                max_depth=run.recipe.rollout.max_draft_depth,
+                temperature=run.recipe.rollout.temperature,
+            )
+            for worker, (node, _) in enumerate(machines)
+        ]
+        self._rl_step, self._began = -1, time.perf_counter()
+        self._trains = False
+        self._lost: list[tuple[int, int, float]] = []
         self._processes: dict[int, _TrainerProcess] = {}
-        self._lock = threading.RLock()
-        self._closed = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, daemon=True, name="tltlab-trainer-watch")
+        self._deaths = dict.fromkeys(range(len(machines)), 0)
+        self._state = CoordinatorState(
+            config=run.config.coordinator, workers=dict.fromkeys(range(len(machines)), WorkerState())
+        )
+        self._released = threading.Event()
+        self._failure: BaseException | None = None
+        self._lock, self._closed = threading.Lock(), False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="tltlab-coordinator")
 
     def begin(self, target: Any, data: Path | None = None) -> None:
         """Start all trainers from `served`, with data in a checkpoint's folder. Raises the error of one that cannot.
@@ -484,27 +530,80 @@ class TrainerProcesses:
         Checkpoints of earlier trainers in their folders are removed: they belong to another course of the run.
         """
         self.target = target
-        arguments = {"anew": True, "data": data}
-        self._processes = {worker: self._new(worker, arguments) for worker in range(len(self._places))}
-        for process in self._processes.values():
-            # The watcher handles trainers that failed meanwhile.
-            with contextlib.suppress(_EarlyExit):
-                process.pid, process.run = get(process.ready, died=_EarlyExit), process.actor.run.remote()
-        self._watcher.start()
+        self._thread.start()
+        begun: list[Future[None]] = [Future() for _ in self._machines]
+        for worker, future in enumerate(begun):
+            asyncio.run_coroutine_threadsafe(self._live(worker, {"anew": True, "data": data}, future), self._loop)
+        for future in begun:
+            future.result()
 
     def pids(self) -> dict[int, int]:
         """Return the ids of running processes, by worker."""
-        with self._lock:
-            return {worker: process.pid for worker, process in self._processes.items() if process.run is not None}
+        return {worker: process.pid for worker, process in self._running().items()}
+
+    def rollout_starts(self, rl_step: int, *, train: bool) -> None:
+        """Begin a rollout, and with `train` let workers that run out of requests train from now on."""
+        self._rl_step, self._began = rl_step, time.perf_counter()
+        # Tasks are referenced here alone.
+        self._lost, self._tasks = [], []
+        self.ask("begin", rl_step)
+        self._trains = train and not self._closed
+        if self._trains:
+            self._notify(RolloutStarted(rl_step=rl_step))
+
+    def worker_idle(self, worker: int) -> None:
+        """Note that a worker has no requests left; from any thread."""
+        if self._trains:
+            self._notify(WorkerIdle(worker=worker))
+
+    def rollout_ends(self, rl_step: int) -> None:
+        """End training: on return no trainer trains. Where the coordinator has failed, it ends for good."""
+        if not self._trains:
+            return
+        self._trains = False
+        self._released.clear()
+        self._notify(RolloutEnded(rl_step=rl_step))
+        released = self._released.wait(self.config.coordinator.yield_timeout_s + LATE_S)
+        if self._failure is not None or not released:
+            why = "it does not answer" if self._failure is None else repr(self._failure)
+            if not self._closed:
+                self.events.note(
+                    f"the drafter's coordinator failed ({why}): no drafter is trained any more in this run"
+                )
+                self.close()
+
+    def publish(self, served: ServedDrafter) -> None:
+        """Make all trainers, later ones too, continue from the drafter in service."""
+        self.served = served
+        self.answers("publish", served.training, served.published)
+
+    def set_target(self, target: Any) -> None:
+        """Give all trainers the embedding and LM head of the policy's new weights."""
+        self.target = target
+        self.answers("set_target", target)
+
+    def rows(self, rl_step: int) -> list[dict[str, Any]]:
+        """Return the rows of `spot_training` of the ended rollout, those of trainers that failed in it too."""
+        rows = [row for answer in self.answers("take_rows").values() for row in answer]
+        for worker, term, died_s in self._lost:
+            lost = TrainingPeriod(rl_step=rl_step, term=term, began=died_s, ended="killed", detail=LOST)
+            rows.append(lost.row(worker, 0.0, died_s) | {"accept": None})
+        self._lost = []
+        for row in rows:
+            if row["ended"] == "failed":
+                self.events.note(f"drafter training on worker {row['worker']} failed: {row['detail']}")
+        for worker, failures in self.answers("complaints").items():
+            for failure in failures:
+                self.events.note(f"a checkpoint of the drafter on worker {worker} failed: {failure}")
+        return rows
 
     def ask(self, method: str, *args: Any, workers: Sequence[int] | None = None) -> dict[int, Any]:
         """Call a method of every running trainer, or of those of `workers`; return the calls, for `collect`."""
-        with self._lock:
-            return {
-                worker: getattr(process.actor, method).remote(*args)
-                for worker, process in self._processes.items()
-                if process.run is not None and (workers is None or worker in workers)
-            }
+        return {
+            worker: getattr(process.actor, method).remote(*args)
+            for worker, process in self._running().items()
+            if workers is None or worker in workers
+        }
 
     def collect(self, calls: Mapping[int, Any], *, work_s: float = 0.0) -> dict[int, Any]:
         """Return the answers. Trainers that failed or hang are left out; errors are noted, hanging ones killed.
@@ -516,7 +615,7 @@ class TrainerProcesses:
         done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s) if calls else ([], [])
         for worker, call in calls.items():
             if call not in done:
-                self.kill(worker, f"it did not answer in {timeout_s:.3g} s")
+                self._kill(worker, f"it did not answer in {timeout_s:.3g} s")
                 continue
             try:
                 answers[worker] = ray.get(call)
@@ -538,22 +637,10 @@ class TrainerProcesses:
         for partial in folder.glob(".data-*"):
             shutil.rmtree(partial)
 
-    def kill(self, worker: int, why: str) -> None:
-        """Kill a trainer; return when it is dead. It is restarted."""
-        with self._lock:
-            process = self._processes.get(worker)
-            if process is not None:
-                process.killed = why
-        if process is not None:
-            self._end(worker, process)
-
     def close(self) -> None:
         """End all trainers for good; may be called again."""
-        self._closed.set()
-        # Calls after Ray's end would start Ray again.
-        if self._watcher.is_alive() and threading.current_thread() is not self._watcher:
-            self._watcher.join(CLOSE_S)
         with self._lock:
+            self._closed = True
             processes, self._processes = self._processes, {}
         running = [process for process in processes.values() if process.run is not None]
         for process in running:
@@ -568,18 +655,139 @@ class TrainerProcesses:
                     ray.kill(process.actor)
                 else:
                     self._end(worker, process)
+            # Calls after Ray's end would start Ray again.
+            if self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join(CLOSE_S)
+            self._meeting.close()
 
-    def _new(self, worker: int, arguments: Mapping[str, Any]) -> _TrainerProcess:
+    def _running(self) -> dict[int, _TrainerProcess]:
+        return {worker: process for worker, process in self._processes.copy().items() if process.run is not None}
+
+    # ---- the event loop's thread ----
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.close()
+
+    def _notify(self, event: Event) -> None:
+        """Tell the coordinator, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._tell, event)
+
+    def _tell(self, event: Event) -> None:
+        try:
+            self._advance(event)
+        except Exception as error:  # `rollout_ends` then ends training: nothing else frees the devices
+            self._failure = error
+            self._released.set()
+
+    def _advance(self, event: Event) -> None:
+        self._state, commands = advance(self._state, event, time.perf_counter())
+        for command in commands:
+            process = None if isinstance(command, Released) else self._processes.get(command.worker)
+            match command:
+                case Released():
+                    self._released.set()
+                case Kill():
+                    self._note_lost(command.worker)
+                    self._kill(command.worker, f"it did not yield within {self._state.config.yield_timeout_s:g} s")
+                case Train() if process is not None and process.period != command.term:
+                    process.period = command.term
+                    self._tasks.append(self._loop.create_task(self._train(process, command)))
+                case _ if process is not None:
+                    process.actor.order.remote(command)
+        if self._timer is not None:
+            self._timer.cancel()
+        due_s = wakeup_s(self._state) - time.perf_counter()
+        self._timer = self._loop.call_later(max(due_s, 0.0), self._tell, Tick()) if due_s < math.inf else None
+
+    async def _train(self, process: _TrainerProcess, order: Train) -> None:
+        """Have a trainer train from `order` on until its device is free; kill one that does not answer meanwhile."""
+        period = self._loop.create_task(_succeeds(process.actor.train.remote(order)))
+        gone_after_s = self.config.coordinator.gone_after_s
+        while gone_after_s is not None and not period.done():
+            ping = self._loop.create_task(_succeeds(process.actor.ping.remote()))
+            answered, _ = await asyncio.wait((period, ping), timeout=gone_after_s, return_when=FIRST_COMPLETED)
+            if not answered:
+                self._kill(order.worker, f"it did not answer for {gone_after_s:g} s")
+            await asyncio.wait((period,), timeout=PING_S)
+        # The end of its process is `_live`'s.
+        if await period and self._processes.get(order.worker) is process:
+            self._tell(TrainerFreed(worker=order.worker))
+
+    async def _live(self, worker: int, arguments: Mapping[str, Any], begun: Future[None]) -> None:
+        """Start a trainer with `arguments`, and again when it has failed, with them until it has started.
+
+        `begun` completes when the first one has started, or its process has ended; with the error of one that raised.
+        """
+        while True:
+            with self._lock:
+                if self._closed:
+                    return
+                process = self._processes[worker] = self._new(worker)
+            try:
+                process.pid = await process.actor.start.remote(
+                    self.target, self.served.training, self.served.published, **arguments
+                )
+                arguments = {}
+                process.run = process.actor.run.remote()
+                process.actor.begin.remote(self._rl_step, time.perf_counter() - self._began)
+                self._tell(TrainerReady(worker=worker))
+                if not begun.done():
+                    begun.set_result(None)
+                await process.run
+                why = "it ended"
+            except Exception as error:
+                why = _sentence(error)
+                if not begun.done():
+                    if isinstance(error, RayTaskError) or not isinstance(error, RayError):
+                        begun.set_exception(error_of(error))
+                        return
+                    begun.set_result(None)
+            with self._lock:
+                if self._closed:
+                    return
+                del self._processes[worker]
+            self._end(worker, process)
+            if self._state.workers[worker].holds:
+                self._note_lost(worker)
+            self._tell(TrainerGone(worker=worker))
+            self._deaths[worker] += 1
+            restarts = self._deaths[worker] <= MOST_RESTARTS
+            self.events.note(
+                f"the drafter's trainer of worker {worker} failed ({process.killed or why}); "
+                f"it is {'' if restarts else 'not '}restarted",
+                worker=worker,
+            )
+            if not restarts:
+                return
+
+    def _new(self, worker: int) -> _TrainerProcess:
         node, env = self._machines[worker]
         actor = _Trainer.options(
             num_cpus=0,
-            # `run` occupies one thread.
+            # `run` occupies one thread, `train` another.
             max_concurrency=8,
             runtime_env=runtime_env({**env, "OMP_NUM_THREADS": str(self.config.threads)}),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         ).remote(self._places[worker], self.config)
-        ready = actor.start.remote(self.target, self.served.training, self.served.published, **arguments)
-        return _TrainerProcess(actor=actor, ready=ready, arguments=arguments)
+        return _TrainerProcess(actor=actor)
+
+    def _note_lost(self, worker: int) -> None:
+        self._lost.append((worker, self._state.term, time.perf_counter() - self._began))
+
+    def _kill(self, worker: int, why: str) -> None:
+        """Kill a trainer, from any thread; return when it is dead. It is restarted."""
+        process = self._processes.get(worker)
+        if process is not None:
+            process.killed = why
+            self._end(worker, process)
 
     def _end(self, worker: int, process: _TrainerProcess) -> None:
         ray.kill(process.actor)
@@ -603,40 +811,16 @@ class TrainerProcesses:
                 worker=worker,
             )
 
-    def _watch(self) -> None:
-        while not self._closed.wait(WATCH_S):
-            with self._lock:
-                waited = {process.run or process.ready: worker for worker, process in self._processes.items()}
-            done, _ = ray.wait(list(waited), num_returns=len(waited), timeout=0) if waited else ([], [])
-            for call in done:
-                self._handle(waited[call], call)
 
-    def _handle(self, worker: int, call: Any) -> None:
-        with self._lock:
-            process = self._processes.get(worker)
-            if self._closed.is_set() or process is None or call not in (process.ready, process.run):
-                return
-            try:
-                answer = ray.get(call)
-                if process.run is None:
-                    process.pid, process.run = answer, process.actor.run.remote()
-                    return
-                why = "it ended"
-            except RayError as error:
-                why = _sentence(error)
-            del self._processes[worker]
-        self._end(worker, process)
-        self._on_death(worker)
-        self._deaths[worker] += 1
-        restarts = self._deaths[worker] <= MOST_RESTARTS
-        self.events.note(
-            f"the drafter's trainer of worker {worker} failed ({process.killed or why}); "
-            f"it is {'' if restarts else 'not '}restarted",
-            worker=worker,
-        )
-        with self._lock:
-            if restarts and not self._closed.is_set():
-                self._processes[worker] = self._new(worker, {} if process.run is not None else process.arguments)
+async def _succeeds(call: Any) -> bool:
+    """Wait for a call's end; return False where its process has ended."""
+    try:
+        await call
+    except RayTaskError:
+        return True
+    except RayError:
+        return False
+    return True
 
 
 def _kill(pid: int) -> None:
@@ -649,120 +833,10 @@ def _kill(pid: int) -> None:
             time.sleep(0.005)
 
 
-def _sentence(error: RayError) -> str:
+def _sentence(error: Exception) -> str:
     if isinstance(error, RayTaskError):
         return f"{type(error.cause).__name__}: {one_line(error.cause)[:200]}"
     return one_line(str(error).split("\n")[0])[:200]
-
-
-class IdleWorkerTraining:
-    """One coordinator and a trainer per worker, whose machines and devices are `machines`, until `close`.
-
-    `driver` is the driver's machine, by Ray's name, and `addresses` are all machines'. Coordinator and trainers require
-    growing RL steps: a run that goes back begins with a new object.
-    """
-
-    def __init__(
-        self, run: DrafterRun, endpoint: str, machines: Machines, driver: str, addresses: Mapping[str, str]
-    ) -> None:
-        self.config, self.events = config, events = run.config, run.events
-        # Also on this machine: any process with access to the socket folder could otherwise act as a worker.
-        keys_of_server, keys = make_keys(len(machines))
-        self._meeting = RendezvousServer(*_host_and_port(config.rendezvous or f"{addresses[driver]}:0"))
-        self._training_step: int | None = None
-        self._began = time.perf_counter()
-        self._lost: list[tuple[int, int, float]] = []
-        self.server: CoordinatorServer | None = CoordinatorServer(
-            config.coordinator, endpoint, len(machines), self._kill, keys_of_server
-        )
-        places = [
-            TrainerPlacement(
-                worker=worker,
-                coordinator=self.server.endpoint,
-                feed=run.feed(worker),
-                folder=run.out / f"worker-{worker}",
-                rendezvous=self._meeting.address,
-                host=addresses[node],
-                head=run.head,
-                seed=run.recipe.seed,
-                max_depth=run.recipe.rollout.max_draft_depth,
-                temperature=run.recipe.rollout.temperature,
-                keys=keys[worker],
-            )
-            for worker, (node, _) in enumerate(machines)
-        ]
-        self.processes = TrainerProcesses(places, machines, config, events, self._note_death)
-
-    def rollout_starts(self, rl_step: int) -> None:
-        """Let workers that run out of requests train from now on."""
-        self._training_step, self._began, self._lost = rl_step, time.perf_counter(), []
-        self._notify(lambda server: server.rollout_started(rl_step))
-
-    def rollout_ends(self, rl_step: int) -> None:
-        """End training: on return no trainer trains."""
-        if self._training_step is not None:
-            self._training_step = None
-            self._notify(lambda server: server.rollout_ended(rl_step))
-
-    def publish(self, served: ServedDrafter) -> None:
-        """Make all trainers, later ones too, continue from the drafter in service."""
-        self.processes.served = served
-        self.processes.answers("publish", served.training, served.published)
-
-    def set_target(self, target: Any) -> None:
-        """Give all trainers the embedding and LM head of the policy's new weights."""
-        self.processes.target = target
-        self.processes.answers("set_target", target)
-
-    def rows(self, rl_step: int) -> list[dict[str, Any]]:
-        """Return the rows of `spot_training` of the ended rollout, those of trainers that failed in it too."""
-        rows = [row for answer in self.processes.answers("take_rows").values() for row in answer]
-        for worker, term, died_s in self._lost:
-            lost = TrainingPeriod(rl_step=rl_step, term=term, began=died_s, ended="killed", detail=LOST)
-            rows.append(lost.row(worker, 0.0, died_s) | {"accept": None})
-        self._lost = []
-        for row in rows:
-            if row["ended"] == "failed":
-                self.events.note(f"drafter training on worker {row['worker']} failed: {row['detail']}")
-        for worker, failures in self.processes.answers("complaints").items():
-            for failure in failures:
-                self.events.note(f"a checkpoint of the drafter on worker {worker} failed: {failure}")
-        return rows
-
-    def close(self) -> None:
-        self.processes.close()
-        self._meeting.close()
-        server, self.server = self.server, None
-        if server is not None:
-            server.close()
-
-    def _kill(self, worker: int) -> None:
-        self._note_lost(worker)
-        self.processes.kill(worker, f"it did not yield within {self.config.coordinator.yield_timeout_s:g} s")
-
-    def _note_death(self, worker: int) -> None:
-        if self.server is not None and self.server.trains(worker):
-            self._note_lost(worker)
-        self._notify(lambda server: server.worker_gone(worker))
-
-    def _note_lost(self, worker: int) -> None:
-        if self.server is not None:
-            self._lost.append((worker, self.server.term, time.perf_counter() - self._began))
-
-    def _notify(self, call: Callable[[CoordinatorServer], Any]) -> None:
-        """Call the coordinator; where its thread has failed end training for good: nothing else frees the devices."""
-        server = self.server
-        if server is None:
-            return
-        try:
-            call(server)
-        except RunError as error:
-            # None where the run has ended meanwhile.
-            if self.server is server:
-                self.server = None
-                server.close()
-                self.events.note(f"{error}: the drafter is not trained any more in this run")
-                self.processes.close()
 
 
 def machine_addresses(nodes: Sequence[str], driver: str, addresses: Mapping[str, str]) -> dict[str, str]:
@@ -773,23 +847,6 @@ def machine_addresses(nodes: Sequence[str], driver: str, addresses: Mapping[str,
     if set(nodes) <= {driver}:
         return {driver: LOOPBACK}
     return {node: addresses[node] for node in {*nodes, driver}}
-
-
-def coordinator_endpoint(config: DrafterConfig, private: str, addresses: Mapping[str, str], driver: str) -> str:
-    """Return the coordinator's endpoint: the recipe's, else `private` on one machine, else the `driver`'s address.
-
-    ConfigError where workers on other machines could not reach the recipe's.
-    """
-    if addresses[driver] == LOOPBACK:
-        return config.endpoint or private
-    endpoint = config.endpoint or f"tcp://{addresses[driver]}:*"
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
-    if not endpoint.startswith("tcp://") or host in ("*", "0.0.0.0", "[::]"):
-        raise ConfigError(
-            f"there are rollout workers on other machines than the driver, which do not reach {endpoint}: leave "
-            "drafter.endpoint out, or set it to tcp://HOST:PORT, an address of the driver's machine"
-        )
-    return endpoint
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -1,7 +1,7 @@
 """The trainer next to one rollout worker: it fills its buffer while the engine generates, and trains while it is idle.
 
-It holds the engine's device only between an order of the coordinator and the next; ordered to stop, it finishes at most
-the optimizer step under way. A failure here ends the training period, never the rollout.
+It holds the engine's device only within a call of `train`; ordered to stop, it finishes at most the optimizer step
+under way. A failure here ends the training period, never the rollout.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tltlab.coordination.messages import Train
+from tltlab.coordination.machine import StopTraining, Train
 from tltlab.errors import ConfigError, RunError, TltlabError, one_line
 from tltlab.files import fsync_file, new_file, new_folder, sha256_of, write_sum, written_sum
-from tltlab.runtime.coordinator.sockets import CoordinatorClient
 from tltlab.runtime.recipe.drafter import BufferConfig, DrafterConfig
 from tltlab.runtime.run.memory import ProcessMemory, tensor_bytes
 
-from .feed import FeedReceiver
+from .feed import SequenceReceiver
 from .group import LOOPBACK, DrafterGroup, GroupLost, gather, rendezvous_store, tokens_of_member
 from .heads.head import DrafterHead, check_tensors
 from .heads.kinds import load_head
@@ -45,7 +44,7 @@ from .sequences import TrainingSequence
 from .training import HeadTraining, TrainingPeriod
 
 POLL_S = 0.02
-"""Seconds between checks of a trainer without data or orders."""
+"""Seconds between checks of a trainer without data."""
 
 MEET_S = 0.002
 """Seconds between checks of members about to meet: the device is held meanwhile."""
@@ -73,13 +72,12 @@ _FILE = "state.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerPlacement:
-    """Placement of a trainer: its worker, addresses of coordinator and engine, its folder and the head's.
+    """Placement of a trainer: its worker, the address of the engine's sequences, its folder and the head's.
 
     `rendezvous` is the address of the run's `RendezvousServer`, and members of a group find this one at `host`.
     """
 
     worker: int
-    coordinator: str
     feed: str
     folder: Path
     rendezvous: str
@@ -88,13 +86,13 @@ class TrainerPlacement:
     max_depth: int
     temperature: float
     host: str = LOOPBACK
-    keys: Any = None
 
 
 class SpotTrainer:
-    """Buffer, drafter and coordinator's client of one worker: `start` it, then `run` it until `close`.
+    """Buffer and drafter of one worker: `start` it, then `run` it until `close`.
 
-    Made to be a Ray actor with several threads: `run` trains in one of them, and the others answer calls meanwhile.
+    Made to be a Ray actor with several threads: `run` receives sequences in one of them, a call of `train` trains in
+    another, and the rest answer calls meanwhile, such as an `order` to stop.
     """
 
     def __init__(self, place: TrainerPlacement, config: DrafterConfig) -> None:
@@ -108,6 +106,11 @@ class SpotTrainer:
         self._lock = threading.Lock()
         self._data = threading.Lock()
         self._closed = threading.Event()
+        self._device = threading.Lock()
+        self._orders = threading.Lock()
+        self._order: Train | StopTraining | None = None
+        self._order_since = 0.0
+        self._term = 0
         self._rl_step = -1
         self._began = time.perf_counter()
         self._sample: list[TrainingSequence] = []
@@ -129,7 +132,7 @@ class SpotTrainer:
         anew: bool = False,
         data: Path | None = None,
     ) -> int:
-        """Load the head and connect to engine and coordinator; return the number of this process.
+        """Load the head and listen to the engine; return the number of this process.
 
         From `rl_step` on the engines draft with `state`, None for the head as it is. Training continues from it, or
         from the newest checkpoint in the folder if that is further; with `anew` the folder is cleared first. `data` is
@@ -158,26 +161,51 @@ class SpotTrainer:
         self.training.warm_up()
         # The folder may be missing on another machine than the driver's.
         Path(place.feed.removeprefix("ipc://")).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._client = CoordinatorClient(place.coordinator, place.worker, keys=place.keys)
-        self._feed = FeedReceiver(place.feed, self._on_status, self._on_sequence)
+        self._feed = SequenceReceiver(place.feed, self._on_sequence)
         return os.getpid()
 
     def run(self) -> None:
-        """Train whenever the coordinator orders it, until `close`; then release everything."""
+        """Receive the engine's sequences until `close`, then end training and release everything."""
         try:
-            while not self._closed.is_set():
-                self._feed.check()
-                order = self._client.wait_for_order(POLL_S * 5)
-                if isinstance(order, Train):
-                    self._period(order)
+            self._feed.receive()
         finally:
-            self._feed.close()
-            self._client.close()
-            self.checkpoint.close()
+            self._closed.set()
+            with self._device:
+                self.checkpoint.close()
 
     def close(self) -> None:
         """Make `run` end, after at most the optimizer step under way."""
         self._closed.set()
+        self._feed.close()
+
+    def ping(self) -> None:
+        """Answer."""
+
+    def begin(self, rl_step: int, rollout_s: float = 0.0) -> None:
+        """Note that `rl_step` generates since `rollout_s` seconds."""
+        with self._data:
+            self._begin(rl_step, time.perf_counter() - rollout_s)
+
+    def train(self, order: Train) -> None:
+        """Train in the group of `order` and in those that newer orders name; return once the device is free.
+
+        At most once per term: a doubled call only waits.
+        """
+        self.order(order)
+        with self._device:
+            newest = self._order
+            if not isinstance(newest, Train) or newest.term != order.term or order.term <= self._term:
+                return
+            self._term = order.term
+            with self._data:
+                self._begin(order.rl_step, time.perf_counter())
+            self._period(newest)
+
+    def order(self, order: Train | StopTraining) -> None:
+        """Follow this order from the next pass on, unless a newer one has come before it."""
+        with self._orders:
+            if self._order is None or order.number > self._order.number:
+                self._order, self._order_since = order, time.perf_counter()
 
     def publish(self, state: dict[str, Any] | None, rl_step: int) -> None:
         """Note that engines draft with this state from `rl_step` on, None for the state here; train on from it."""
@@ -287,18 +315,17 @@ class SpotTrainer:
                     )
         return rows
 
-    def _on_status(self, rl_step: int, busy: bool, rollout_s: float) -> None:
+    def _begin(self, rl_step: int, began: float) -> None:
         if rl_step > self._rl_step:
-            with self._data:
-                self._rl_step, self._began = rl_step, time.perf_counter() - rollout_s
-                self._sample, self._keys = [], set()
-                self._prompts.clear()
-                self._prompt_bytes = 0
-                self.buffer.begin(rl_step)
-        self._client.requests(rl_step, busy)
+            self._rl_step, self._began = rl_step, began
+            self._sample, self._keys = [], set()
+            self._prompts.clear()
+            self._prompt_bytes = 0
+            self.buffer.begin(rl_step)
 
     def _on_sequence(self, sequence: TrainingSequence) -> None:
         with self._data:
+            self._begin(sequence.rl_step, time.perf_counter())
             whole = self._with_prompt(sequence)
             if whole.key in self._keys:
                 # Its worker failed in the rollout and repeated it: the later one is the response.
@@ -345,9 +372,7 @@ class SpotTrainer:
         )
 
     def _period(self, order: Train) -> None:
-        """Take part in the group of `order` and in those that follow under its term, then free the device."""
-        if not self._client.trainer(order.term):
-            return
+        """Take part in the group of `order` and in those that follow under its term."""
         period = TrainingPeriod(rl_step=order.rl_step, term=order.term, began=time.perf_counter())
         try:
             next_order: Train | None = order
@@ -358,15 +383,10 @@ class SpotTrainer:
         if period.unsaved:
             self._save(period)
         freed = time.perf_counter()
-        order_s = self._client.order_since
-        period.yield_s = freed - order_s if period.ended == "stopped" and order_s > period.began else None
-        # Before the device is free: its next user reads the rows.
+        stopped = period.ended == "stopped" and self._order_since > period.began
+        period.yield_s = freed - self._order_since if stopped else None
         with self._data:
             self._rows.append(period.row(self.place.worker, self._began, freed))
-        if period.ended == "failed":
-            self._client.failed()
-        else:
-            self._client.trainer(None)
 
     def _in_group(self, order: Train, period: TrainingPeriod) -> Train | None:
         """Train in one composition of the group; return the order for the next one, None at the end of the period."""
@@ -390,10 +410,10 @@ class SpotTrainer:
             return None
         # The next order of the same term, after the group has parted; without one the device is freed.
         deadline = time.perf_counter() + self.config.coordinator.yield_timeout_s
-        while self._client.order == order and not self._closed.wait(MEET_S):
+        while self._order is order and not self._closed.wait(MEET_S):
             if time.perf_counter() > deadline:
                 raise RunError("its training group parted and the coordinator sent no order")
-        next_order = self._client.order
+        next_order = self._order
         if self._closed.is_set() or not isinstance(next_order, Train) or next_order.term != order.term:
             return None
         return next_order
@@ -402,7 +422,7 @@ class SpotTrainer:
         """Update until this member, or another one, has to leave."""
 
         def must_yield() -> bool:
-            return self._client.order != order or self._enough() or self._closed.is_set()
+            return self._order is not order or self._enough() or self._closed.is_set()
 
         while True:
             leaves = must_yield()
@@ -443,13 +463,13 @@ class SpotTrainer:
             yield None
             return
         timeout_s = self.config.coordinator.yield_timeout_s / 2
-        store = rendezvous_store(self.place.rendezvous, f"{order.term}-{order.group}", timeout_s)
+        store = rendezvous_store(self.place.rendezvous, f"group-{order.number}", timeout_s)
         ranks = gather(
             store,
             self.place.worker,
             order.members,
             self.training.updates,
-            lambda: self._client.order != order or self._closed.wait(MEET_S),
+            lambda: self._order is not order or self._closed.wait(MEET_S),
         )
         if not ranks:
             raise OrderWithdrawn

@@ -250,7 +250,7 @@ class _PoolWorker:
 class WorkerPool:
     """The rollout workers of a run: `handles` are their actors, `pids` their processes, both replaced at a restart.
 
-    `feed(n)` is the queue of worker n for drafter training data, `options(n)` the placement of its actor
+    `feed(n)` is the address for worker n's drafter training data, `options(n)` the placement of its actor
     (`GpuPlacement.worker_options`); `on_restart(n)` is called after worker n was restarted.
 
     A worker that fails in a call, or before it, is recorded in `events` and restarted in the same place, at most
@@ -338,9 +338,11 @@ class WorkerPool:
         round: int = 0,
         repeatable: bool = False,
         quotas: Sequence[int] | None = None,
+        on_idle: Callable[[int], None] = lambda n: None,
     ) -> list[Rollout]:
         """Generate each worker's share, in its random state of this RL step and round.
 
+        `on_idle(n)` is called as soon as worker n has done its share.
         With quotas worker n stops once all requests of that many prompts are answered; the rest return as "abort".
         `repeatable` permits a `repeat`. Times count from this call, time lost to failed workers included.
         """
@@ -353,7 +355,7 @@ class WorkerPool:
                 list(shares[n]), rl_step, self._seeds[n], recalled[n], repeatable=repeatable, quota=quota
             )
 
-        parts = self._rollouts(call, shares)
+        parts = self._rollouts(call, shares, on_idle)
         for worker, lengths in zip(self._workers, _lengths(parts), strict=True):
             worker.keep(self._policy, worker.snapshot)
             worker.snapshot, worker.since = None, [([lengths], None)]
@@ -488,7 +490,7 @@ class WorkerPool:
         self._failures_before = self._num_failures()
         return [self.history.of(share) for share in shares]
 
-    def _rollouts(self, call: Call, shares: Shares) -> list[Rollout]:
+    def _rollouts(self, call: Call, shares: Shares, on_idle: Callable[[int], None] = lambda n: None) -> list[Rollout]:
         """Return rollouts whose times count from now, also where a worker's requests were reissued."""
         start = time.perf_counter()
         call_times = [start] * len(self.handles)
@@ -497,19 +499,22 @@ class WorkerPool:
             call_times[n] = time.perf_counter()
             return call(n, handle)
 
-        parts = self._ask_all(timed, lost_work=[f", {counted(len(share), 'request')} reissued" for share in shares])
+        async def rollout(n: int, share: Sequence[GenerationRequest]) -> Rollout:
+            lost_work = f", {counted(len(share), 'request')} reissued"
+            part: Rollout = await self._retried(n, timed, False, lost_work, False)
+            on_idle(n)
+            return part
+
+        parts = self._gather(rollout(n, share) for n, share in enumerate(shares))
         return [delayed(part, call_times[n] - start) for n, part in enumerate(parts)]
 
     def _set_all(self, call: Call) -> None:
         """Call every worker with a setting that a restarted one receives anyway."""
         self._ask_all(call, set_at_start=True)
 
-    def _ask_all(
-        self, call: Call | None, *, set_at_start: bool = False, lost_work: Sequence[str] = (), once: bool = False
-    ) -> list[Any]:
+    def _ask_all(self, call: Call | None, *, set_at_start: bool = False, once: bool = False) -> list[Any]:
         """Return each worker's answer; a failed worker is restarted and called again, independently of the others."""
-        lost_work = lost_work or [""] * len(self.handles)
-        return self._gather(self._retried(n, call, set_at_start, work, once) for n, work in enumerate(lost_work))
+        return self._gather(self._retried(n, call, set_at_start, "", once) for n in range(len(self.handles)))
 
     def _ask_alive(self, call: Call) -> list[Any]:
         """Return each live worker's answer. A worker that fails is ended, for a later call to restart; None for it."""

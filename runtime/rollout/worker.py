@@ -25,7 +25,7 @@ from tltlab.config import counted
 from tltlab.drafters.base import Key
 from tltlab.errors import RunError
 from tltlab.policies.policy import Policy
-from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
+from tltlab.runtime.drafter.feed import SequenceSender
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.engine import Engine, capture_room
 from tltlab.runtime.engine.generation import (
@@ -57,7 +57,7 @@ class EngineWorker:
         self.recipe = recipe
         self.number = number
         self.build = build
-        self.feed: Feed = FeedSender(feed) if feed is not None else NullFeed()
+        self.feed = feed
         self.temperature = recipe.rollout.temperature
         self.before: Any = None
         self.environment: tuple[EnvironmentPool, EnvironmentConfig, Any, tuple[int, ...]] | None = None
@@ -89,8 +89,8 @@ class EngineWorker:
             tokenizer, code = load_tokenizer(self.recipe.model), self.recipe.code
             stops = stop_token_ids(config, code, tokenizer)
             self.environment = EnvironmentPool(config, code), config, tokenizer, stops
-        if isinstance(self.feed, FeedSender):
-            self.engine.capture(self.feed.sequence, max_bytes=capture_bytes(self.recipe))
+        if self.feed is not None:
+            self.engine.capture(SequenceSender(self.feed).sequence, max_bytes=capture_bytes(self.recipe))
         register_memory()
 
     def ask_engine(self, method: str, *args: Any) -> Any:
@@ -153,10 +153,6 @@ class EngineWorker:
         """Return the memory of this process."""
         return ProcessMemory.now("rollout worker", self.number, self.engine.held_bytes())
 
-    def rewind(self, rl_step: int) -> None:
-        """Reset the status of the feed to the RL step before `rl_step`, for trainers that start from here on."""
-        self.feed.status(rl_step - 1, busy=False)
-
     def generate(
         self,
         requests: list[GenerationRequest],
@@ -174,11 +170,7 @@ class EngineWorker:
         """
         self._recall(history)
         self.before = self.engine.snapshot() if repeatable else None
-        self.feed.status(rl_step, busy=True)
-        try:
-            return self._generate(requests, rl_step, seed, None if quota is None else enough(requests, quota))
-        finally:
-            self.feed.status(rl_step, busy=False)
+        return self._generate(requests, rl_step, seed, None if quota is None else enough(requests, quota))
 
     def repeat(self, requests: list[GenerationRequest], rl_step: int, seed: list[int]) -> Rollout | None:
         """Repeat the last, repeatable, rollout from its initial state, and restore all state.

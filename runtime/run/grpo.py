@@ -504,8 +504,16 @@ class GrpoRun:
             if number == 0:
                 self.drafting.rollout_starts(rl_step)
             start = time.perf_counter()
-            parts = self.pool.generate(shares, rl_step, round=number, repeatable=repeats and number == 0, quotas=quotas)
-            if number == 0:
+            first = number == 0
+            parts = self.pool.generate(
+                shares,
+                rl_step,
+                round=number,
+                repeatable=repeats and first,
+                quotas=quotas,
+                on_idle=self.drafting.worker_idle if first else lambda n: None,
+            )
+            if first:
                 self.drafting.rollout_ends(rl_step)
                 self._first = (shares, parts, time.perf_counter() - start) if repeats else None
             return parts

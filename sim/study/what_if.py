@@ -18,6 +18,7 @@ from tltlab.acceptance.context import ContextAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance, drafter_states
 from tltlab.acceptance.load import DEFAULT, DEFAULTS, EARLIER, WITH_EPOCHS, load_acceptance, with_drafter
 from tltlab.acceptance.per_drafter import PerDrafter
+from tltlab.calibration.acceptance import fit_kind
 from tltlab.costs.deployment import GPUS
 from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError

@@ -36,14 +36,6 @@ def recipe(path):
     return import_module("tltlab.runtime.recipe.recipe").load_recipe(path)
 
 
-def messages(path):
-    """Who gets them drops what is none; what is one is encoded as it came."""
-    wire, data = import_module("tltlab.runtime.coordinator.wire"), path.read_bytes()
-    for decode in (wire.decode_report, wire.decode_command):
-        found = decode(data)
-        assert found is None or decode(wire.encode(found)) == found
-
-
 READERS = {
     "acceptance.json": (load_acceptance,),
     "costs.json": (load_costs, load_stages),
@@ -64,8 +56,6 @@ READERS = {
     "nemo.log": (import_dump,),
     "skyrl.log": (import_dump,),
     "recipe.toml": (recipe,),
-    "report.msgpack": (messages,),
-    "train.msgpack": (messages,),
     "outcomes.parquet": (import_dump, read_lengths),
 }
 TOKENS = (

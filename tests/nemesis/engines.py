@@ -31,7 +31,7 @@ from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
 from . import checker
-from .points import HERE, MESSAGE, TARGET, Fault, environment, read_journal
+from .points import HERE, TARGET, Fault, environment, read_journal
 
 PROMPTS, GROUP, STEPS = 4, 2, 6
 PATIENCE_S, LEFT_S = 500.0, 150.0
@@ -225,7 +225,7 @@ def main() -> None:
 def drawn(rng: random.Random, points: Sequence[tuple[str, int]]) -> Fault:
     """Any action at any point, each place of the source as likely as any other."""
     point, most = rng.choice(points)
-    kinds = {"call": ("kill", *TARGET, "slow", "clock"), "message": ("kill", "stop", *MESSAGE, *MESSAGE, "clock")}
+    kinds = {"call": ("kill", *TARGET, "slow", "clock")}
     action = rng.choice(kinds.get(point.split(" ")[1], HERE))
     return Fault(point=point, nth=rng.randint(1, most), action=action, after=rng.random() < 0.5)
 

@@ -18,7 +18,6 @@ import errno
 import io
 import json
 import os
-import random
 import re
 import resource
 import signal
@@ -34,8 +33,6 @@ HERE = ("kill", "stop", "error", "full", "slow", "clock")
 """What may happen where a process is: kill -9, SIGSTOP, one EIO, from here on no file grows, from here on every point
 takes SLOW_S, from here on the wall clock is hours off."""
 TARGET = ("kill target", "stop target")
-MESSAGE = ("lossy",)
-"""From here on each third message is lost and each third doubled."""
 SLOW_S, CLOCK_S = 0.003, 7 * 3600.0
 _PLAN = "TLTLAB_NEMESIS_PLAN"
 _write, _open, _close, _sleep, _clock_ns = os.write, os.open, os.close, time.sleep, time.time_ns
@@ -62,7 +59,6 @@ class Points:
         self._passed: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._drags = False
-        self._network: random.Random | None = None
 
     @contextlib.contextmanager
     def passing(self, what: str, where: str, target: Callable[[], int | None] = lambda: None) -> Iterator[None]:
@@ -98,8 +94,6 @@ class Points:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
             case "slow":
                 self._drags = True
-            case "lossy":
-                self._network = random.Random(len(self.faults))
             case "clock":
                 time.time = lambda: _clock_ns() / 1e9 - CLOCK_S
                 time.time_ns = lambda: _clock_ns() - int(CLOCK_S * 1e9)
@@ -120,10 +114,6 @@ class Points:
         file = _open(self._journal, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
         _write(file, (json.dumps(row) + "\n").encode())
         _close(file)
-
-    def copies(self) -> int:
-        """How many of a message arrive."""
-        return 1 if self._network is None else self._network.choice((0, 1, 2))
 
     def place(self, path: Any, folder: int | None = None) -> str | None:
         """The name of a path below the folder, None for any other."""
@@ -180,8 +170,7 @@ def install(points: Points) -> None:
 
 
 def install_calls(points: Points) -> None:
-    """Put a point before and after each call to a Ray actor, whose target is one of the processes of that class, and
-    where the coordinator sends and hears messages."""
+    """Put a point before and after each call to a Ray actor, whose target is one of the processes of that class."""
     import psutil
     from ray.actor import ActorHandle
 
@@ -198,19 +187,6 @@ def install_calls(points: Points) -> None:
             return real(self, method_name, *args, **options)
 
     ActorHandle._actor_method_call = call
-
-    from tltlab.runtime.coordinator.sockets import CoordinatorServer
-
-    def relayed(real: Callable[..., None], what: str) -> Callable[..., None]:
-        def relay(self: CoordinatorServer, *frames: Any) -> None:
-            with points.passing("message", what):
-                for _ in range(points.copies()):
-                    real(self, *frames)
-
-        return relay
-
-    CoordinatorServer._send = relayed(CoordinatorServer._send, "command")
-    CoordinatorServer._process = relayed(CoordinatorServer._process, "report")
 
 
 def role_of(pid: int | str) -> str:

@@ -1,4 +1,4 @@
-"""What engine and trainer tell one another, and what happens where one of them is not there."""
+"""What an engine hands to its trainer, and what happens where one of them is not there."""
 
 import threading
 import time
@@ -9,8 +9,7 @@ import pytest
 import torch
 import zmq
 
-from tests.refused import refused
-from tltlab.runtime.drafter.feed import REPEAT_S, FeedReceiver, FeedSender
+from tltlab.runtime.drafter.feed import SequenceReceiver, SequenceSender
 from tltlab.runtime.drafter.sequences import TrainingSequence
 
 from ..small_models import until
@@ -18,17 +17,24 @@ from . import drafting_text as text
 
 
 class Heard:
-    """A trainer's end that keeps what it hears."""
+    """A trainer's end that keeps what it hears, until `close`."""
 
-    def __init__(self, endpoint):
-        self.statuses = []
+    def __init__(self, endpoint, on_sequence=None):
         self.sequences = []
-        self.rollout_s = []
-        self.feed = FeedReceiver(endpoint, self._on_status, self.sequences.append)
+        self.failure = None
+        self.feed = SequenceReceiver(endpoint, on_sequence or self.sequences.append)
+        self.thread = threading.Thread(target=self._receive, daemon=True)
+        self.thread.start()
 
-    def _on_status(self, rl_step, busy, rollout_s):
-        self.statuses.append((rl_step, busy))
-        self.rollout_s.append(rollout_s)
+    def _receive(self):
+        try:
+            self.feed.receive()
+        except RuntimeError as failure:
+            self.failure = failure
+
+    def close(self):
+        self.feed.close()
+        self.thread.join(300)
 
 
 @pytest.fixture
@@ -38,18 +44,30 @@ def endpoint(sockets):
 
 @pytest.fixture
 def sender(endpoint):
-    sender = FeedSender(endpoint)
+    sender = SequenceSender(endpoint)
     yield sender
     sender.close()
+
+
+def connect(sender, heard):
+    """Send until a sequence arrives: those sent before the connection are dropped."""
+
+    def arrived():
+        sender.sequence(text.sequence(1))
+        return heard.sequences
+
+    until(arrived)
+    assert heard.feed.settle(300)
+    heard.sequences.clear()
 
 
 @pytest.fixture
 def heard(endpoint, sender):
     """A trainer's end that is connected."""
     heard = Heard(endpoint)
-    until(lambda: heard.statuses)
+    connect(sender, heard)
     yield heard
-    heard.feed.close()
+    heard.close()
 
 
 def test_a_sequence_arrives_bit_by_bit(heard, sender):
@@ -85,56 +103,37 @@ def test_without_a_trainer_everything_is_dropped(endpoint, sender):
     sequence = text.sequence(1)
     for _ in range(2000):
         sender.sequence(sequence)
-    sender.status(7, busy=True)
     assert time.monotonic() - begin < 120.0
-    assert sender.dropped >= 2001
-    began = time.monotonic()
-    sender.status(8, busy=True)
-    for busy in (True, False):
-        sender.status(8, busy=busy)
+    assert sender.dropped == 2000
+    # A trainer that is started again listens at the same address.
+    for _ in range(2):
         heard = Heard(endpoint)
-        until(lambda heard=heard: heard.statuses)
-        assert set(heard.statuses) == {(8, busy)}
-        assert 0 <= time.monotonic() - began - heard.rollout_s[0] < 200.0
-        assert heard.sequences == []
-        heard.feed.close()
+        connect(sender, heard)
+        heard.close()
 
 
 def test_a_trainer_that_hangs_holds_nobody_up(endpoint, sender):
-    """Messages beyond what may wait are dropped; when it continues, what it hears last is how it stands."""
-    hangs, goes_on = threading.Event(), threading.Event()
-    statuses = []
+    """Sequences beyond those that may wait are dropped."""
+    hangs, goes_on, got = threading.Event(), threading.Event(), []
 
     def hang(sequence):
+        got.append(sequence)
         hangs.set()
         goes_on.wait()
 
-    feed = FeedReceiver(endpoint, lambda *status: statuses.append(status[:2]), hang)
-    until(lambda: statuses)
+    heard = Heard(endpoint, hang)
     large = TrainingSequence(key=(0, "p", 0, 0), token_ids=torch.zeros(2001), hidden=torch.zeros(2000, 64))
-    begin = time.monotonic()
+    until(lambda: sender.sequence(large) or hangs.is_set())
+    before, begin = sender.dropped, time.monotonic()
     for _ in range(1500):
         sender.sequence(large)
     assert time.monotonic() - begin < 300, "who waits for a trainer that hangs waits for ever"
-    assert hangs.wait(300)
-    assert sender.dropped > 500
-    assert not feed.settle(0.3), "what was handed over is still to be dealt with"
-    sender.status(4, busy=False)
+    assert sender.dropped - before > 500
+    assert not heard.feed.settle(0.3), "what was handed over is still to be dealt with"
     goes_on.set()
-    until(lambda: statuses[-1] == (4, False))
-    assert feed.settle(300)
-    feed.close()
-
-
-def test_a_status_never_overtakes_a_newer_one(heard, sender):
-    for rl_step in range(500):
-        sender.status(rl_step, busy=True)
-        sender.status(rl_step, busy=False)
-    until(lambda: heard.statuses[-1] == (499, False))
-    time.sleep(2 * REPEAT_S)
-    known = [(-1, True)] + [(rl_step, busy) for rl_step in range(500) for busy in (True, False)]
-    places = [known.index(status) for status in heard.statuses]
-    assert places == sorted(places)
+    assert heard.feed.settle(300)
+    assert len(got) > 1
+    heard.close()
 
 
 def test_what_is_no_message_is_dropped_and_counted(endpoint):
@@ -149,7 +148,7 @@ def test_what_is_no_message_is_dropped_and_counted(endpoint):
     tokens, hidden = torch.zeros(3, dtype=torch.int32).numpy().tobytes(), torch.zeros(2, 4).numpy().tobytes()
     bad = [
         [b"\xff\xff"],
-        [msgspec.msgpack.encode({"type": "_Status", "rl_step": "zero", "busy": True, "rollout_s": 0.0})],
+        [msgspec.msgpack.encode(header | {"key": "zero"})],
         [msgspec.msgpack.encode(header)],
         [msgspec.msgpack.encode(header), tokens],
         [msgspec.msgpack.encode(header), tokens, hidden[:-1]],
@@ -163,21 +162,14 @@ def test_what_is_no_message_is_dropped_and_counted(endpoint):
     stranger.send_multipart([msgspec.msgpack.encode(header), tokens, hidden])
     until(lambda: heard.sequences)
     assert heard.feed.malformed == len(bad)
-    assert heard.statuses == []
     stranger.close()
-    heard.feed.close()
+    heard.close()
 
 
 def test_a_listener_that_fails_reports_it(endpoint, sender):
     def fail(sequence):
         raise RuntimeError("no room")
 
-    statuses = []
-    feed = FeedReceiver(endpoint, lambda rl_step, busy, rollout_s: statuses.append(busy), fail)
-    until(lambda: statuses)
-    feed.check()
-    sender.sequence(text.sequence(1))
-    until(lambda: not feed._thread.is_alive())
-    with refused(RuntimeError, naming=("room",)):
-        feed.check()
-    feed.close()
+    heard = Heard(endpoint, fail)
+    until(lambda: sender.sequence(text.sequence(1)) or heard.failure)
+    assert "room" in str(heard.failure)

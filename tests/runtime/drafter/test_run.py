@@ -1,6 +1,5 @@
 """A run's drafter with trainers in their own processes, which die, hang and cannot write; then runs with engines."""
 
-import contextlib
 import json
 import os
 import resource
@@ -20,25 +19,31 @@ import torch
 
 import tltlab
 from tests.refused import refused
+from tltlab.coordination.machine import (
+    RolloutEnded,
+    RolloutStarted,
+    TrainerFreed,
+    TrainerGone,
+    TrainerReady,
+    WorkerIdle,
+)
 from tltlab.coordination.schedule import ScheduleConfig, TrainingSchedule
 from tltlab.errors import ConfigError
 from tltlab.files import write_file
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.drafter import run as trainer_processes
-from tltlab.runtime.drafter.feed import FeedSender
+from tltlab.runtime.drafter.feed import SequenceSender
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.run import (
     DrafterRun,
     NullDrafting,
     _host_and_port,
-    coordinator_endpoint,
     drafter_of,
     machine_addresses,
 )
 from tltlab.runtime.drafter.worker import SpotTrainer, read_data
 from tltlab.runtime.engine.drafter_pool import DrafterReport
-from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.run.grpo import GrpoRun, train
 from tltlab.runtime.run.state import RunEvents
@@ -76,7 +81,7 @@ class Method:
 class StandIn:
     """A rollout worker without an engine: it generates nothing, and keeps the draft weights that it is given."""
 
-    feed: FeedSender
+    feed: SequenceSender
     given: list[tuple[dict[str, torch.Tensor], list[float]]] = field(default_factory=list)
 
     def __getattr__(self, name):
@@ -89,9 +94,6 @@ class StandIn:
         return getattr(self, f"_{method}")(*args)
 
     def _guard_drafter(self, config): ...
-
-    def _rewind(self, rl_step):
-        self.feed.status(rl_step - 1, busy=False)
 
     def _update_draft_weights(self, weights, predicted, updates):
         self.given.append((weights, predicted))
@@ -113,7 +115,7 @@ def frozen():
 
 def asked_of(run, ask, *workers):
     """What `ask` finds in the processes of the trainers that run, or of those of `workers`, as they are now."""
-    processes = run.training.processes._processes
+    processes = run.training._processes
     return ray.get([processes[n].actor.__ray_call__.remote(ask) for n in workers or sorted(processes)])
 
 
@@ -126,7 +128,7 @@ class Story:
         drafter = {
             "schedule": {"kind": "always"},
             "optim": {"lr": 3e-3},
-            "coordinator": {"yield_timeout_s": YIELD_S, "resend_s": 0.1},
+            "coordinator": {"yield_timeout_s": YIELD_S},
             "tokens_per_update": 128,
             "checkpoint_every": 5,
             "nice": 0,
@@ -138,13 +140,13 @@ class Story:
         self.run = DrafterRun(recipe.drafter, recipe, folder / "drafter", self.events)
         self.origin = self.run.state_dict(folder / "drafter")
         self.run.prepare()
-        self.workers = [StandIn(FeedSender(str(self.run.feed(n)))) for n in range(3)]
+        self.workers = [StandIn(SequenceSender(str(self.run.feed(n)))) for n in range(3)]
         self.run.start(self.workers, frozen, asked(self.workers))
         self.said = []
 
     @property
     def pids(self):
-        return self.run.training.processes.pids()
+        return self.run.training.pids()
 
     def rollout(self, *idle):
         """Begin a rollout in which the workers `idle` run out of requests; returns once they were taught."""
@@ -152,17 +154,22 @@ class Story:
         self.events.rl_step = self.rl_step
         until(lambda: len(self.pids) == 3)
         self.run.rollout_starts(self.rl_step)
-        for worker in self.workers:
-            worker.feed.status(self.rl_step, busy=True)
         for n in idle:
             self.teach(n)
-            self.workers[n].feed.status(self.rl_step, busy=False)
+            self.run.worker_idle(n)
 
     def teach(self, worker):
-        # What is handed over before a trainer is connected is dropped.
-        until(lambda: asked_of(self.run, lambda trainer: trainer._rl_step, worker) == [self.rl_step])
+        feed = self.workers[worker].feed
         for n in range(24):
-            self.workers[worker].feed.sequence(text.sequence(100 * self.rl_step + n, rl_step=self.rl_step))
+            sequence = text.sequence(100 * self.rl_step + n, rl_step=self.rl_step)
+
+            def sent(sequence=sequence):
+                # What is handed over before a trainer is connected is dropped.
+                dropped = feed.dropped
+                feed.sequence(sequence)
+                return feed.dropped == dropped
+
+            until(sent)
 
     def trainers(self, ask, *workers):
         """What `ask` finds in each trainer's process, or in those of `workers`."""
@@ -170,7 +177,7 @@ class Story:
         return asked_of(self.run, ask, *workers)
 
     def updates(self, worker):
-        return int(self.run.training.processes.answers("num_updates", workers=[worker]).get(worker, -1))
+        return int(self.run.training.answers("num_updates", workers=[worker]).get(worker, -1))
 
     def trains(self, *idle, more=0):
         """Begin a rollout in which the workers `idle` train until each is more than `more` updates ahead of the drafter
@@ -234,7 +241,7 @@ def told(one_ray, tmp_path_factory):
 @pytest.fixture
 def story(told):
     """The same story in all tests: a run that has seen the worst continues as if nothing had been."""
-    told.run.training.processes._deaths = dict.fromkeys(range(3), 0)
+    told.run.training._deaths = dict.fromkeys(range(3), 0)
     return told
 
 
@@ -247,7 +254,7 @@ def test_what_was_trained_goes_into_service_between_rollouts(story):
     weights, predicted = story.workers[0].given[-1]
     assert 0.1 < predicted[0] <= 1.0
     assert all(len(worker.given) == given + 1 for worker in story.workers)
-    for own in story.run.training.processes.answers("weights").values():
+    for own in story.run.training.answers("weights").values():
         assert same(own, weights), "trainers go on from another one"
     rows = story.rows["spot_training"]
     assert {row["worker"] for row in rows} == {1, 2}
@@ -271,13 +278,13 @@ def test_a_drafter_continues_from_a_checkpoint(story, tmp_path):
     resumed.load_state_dict(state, saved)
     resumed.prepare()
     resumed.rejoin(0)  # before there is anything to join
-    workers = [StandIn(FeedSender(str(resumed.feed(n)))) for n in range(3)]
+    workers = [StandIn(SequenceSender(str(resumed.feed(n)))) for n in range(3)]
     try:
         resumed.start(workers, frozen, asked(workers))
         assert not later.exists() or not list(later.glob("checkpoint-*"))
         assert resumed.state_dict(saved) == state
-        assert set(resumed.training.processes.answers("num_updates").values()) == {run.served.updates}
-        for own in resumed.training.processes.answers("state").values():
+        assert set(resumed.training.answers("num_updates").values()) == {run.served.updates}
+        for own in resumed.training.answers("state").values():
             assert same(own, ray.get(run.served.training))
         assert asked_of(resumed, held) == had
         # A worker that is started again is another object in the same place.
@@ -422,28 +429,23 @@ def test_a_member_killed_in_mid_exchange_stops_nobody(story):
 
 
 @pytest.fixture
-def impatient(story, monkeypatch):
+def impatient(story):
     """The coordinator and the trainers wait for `HANGING_S` only."""
     training = story.run.training
-    patient, server = training.config, training.server
-    coordinators = [patient.coordinator.model_copy(update={"yield_timeout_s": HANGING_S})]
-    config, advance = patient.model_copy(update={"coordinator": coordinators[0]}), server._advance
+    patient = training.config
 
-    def configured(event):
-        server._state = replace(server._state, config=coordinators[-1])
-        advance(event)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(server, "_advance", configured)
-        patch.setattr(training, "config", config)
+    def set_config(**changes):
+        coordinator = patient.coordinator.model_copy(update=changes)
+        training.config = config = patient.model_copy(update={"coordinator": coordinator})
+        training._state = replace(training._state, config=coordinator)
         story.trainers(lambda trainer: setattr(trainer, "config", config))
-        yield
-        story.trainers(lambda trainer: setattr(trainer, "config", patient))
-        coordinators.append(patient.coordinator)
-        until(lambda: server._state.config is patient.coordinator)
+
+    yield set_config
+    set_config()
 
 
 def test_a_hanging_trainer_is_killed_at_the_bound(story, impatient):
+    impatient(yield_timeout_s=HANGING_S)
     start, hanging = story.trains(1, 2, more=5), story.kill(2, signal.SIGSTOP)
     waited = story.end()
     assert HANGING_S - 0.5 < waited < HANGING_S + 100
@@ -457,6 +459,38 @@ def test_a_hanging_trainer_is_killed_at_the_bound(story, impatient):
     assert (lost["term"], lost["updates"]) == (story.rows["spot_training"][0]["term"], 0)
     assert lost.keys() == story.rows["spot_training"][0].keys()
     assert story.heard("10 s")
+
+
+def test_a_trainer_that_answers_no_call_is_killed(story, impatient):
+    impatient(gone_after_s=3.0)
+    story.trains(1, 2, more=5)
+    hanging = story.kill(2, signal.SIGSTOP)
+    story.restarted(2, hanging)
+    at = story.updates(1)
+    until(lambda: story.updates(1) > at + 10)
+    story.ends()
+    assert story.heard("3 s")
+    assert (2, "killed") in [(row["worker"], row["ended"]) for row in story.rows["spot_training"]]
+
+
+def test_what_is_reported_twice_changes_nothing(story):
+    story.trains(1, more=2)
+    training = story.run.training
+    for event in (WorkerIdle(worker=1), TrainerReady(worker=1), RolloutStarted(rl_step=story.rl_step)):
+        training._notify(event)
+    (order,) = asked_of(story.run, lambda trainer: trainer._order, 1)
+    actor = training._processes[1].actor
+    again = actor.train.remote(order)
+    actor.order.remote(order)
+    at = story.updates(1)
+    until(lambda: story.updates(1) > at + 5)
+    training._notify(TrainerGone(worker=2))
+    story.ends()
+    ray.get(again)
+    for event in (TrainerFreed(worker=1), RolloutEnded(rl_step=story.rl_step)):
+        training._notify(event)
+    assert [(row["worker"], row["ended"]) for row in story.rows["spot_training"]] == [(1, "stopped")]
+    training._notify(TrainerReady(worker=2))
 
 
 def test_a_hanging_idle_trainer_holds_nobody_up(story, monkeypatch):
@@ -485,43 +519,30 @@ def test_a_disk_without_room_costs_checkpoints_only(story):
 
 def test_a_run_without_its_coordinator_trains_no_more(story, monkeypatch):
     story.trains(1)
-    dead, served = story.run.training.server, story.run.served.updates
+    served = story.run.served.updates
 
     def fail(*args):
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(dead, "_advance", fail)
-    story.workers[2].feed.status(story.rl_step, busy=False)
-    until(lambda: not dead._thread.is_alive())
-    story.ends()
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_processes, "advance", fail)
+        story.run.worker_idle(2)
+        story.ends()
     assert story.heard("a defect")
     assert story.pids == {}
     story.rl_step += 1
     story.run.rollout_starts(story.rl_step)
+    story.run.worker_idle(1)
     story.ends()
     assert story.run.served.updates == served
     story.run._start_training()
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "nodes", "found"),
-    [
-        (None, "hh", "ipc:///tmp/c"),
-        (None, "ha", "tcp://10.0.0.1:*"),
-        (None, "aa", "tcp://10.0.0.1:*"),
-        ("tcp://10.0.0.7:5555", "hab", "tcp://10.0.0.7:5555"),
-        ("ipc:///tmp/d", "hh", "ipc:///tmp/d"),
-        ("ipc:///tmp/d", "ha", None),
-        ("tcp://*:5555", "ha", None),
-    ],
-)
-def test_other_machines_find_the_coordinator(endpoint, nodes, found):
-    config = DrafterConfig(endpoint=endpoint)
+@pytest.mark.parametrize("nodes", ["hh", "ha", "aa", "hab"])
+def test_members_on_other_machines_find_the_meeting_point(nodes):
     addresses = machine_addresses(list(nodes), "h", {"h": "10.0.0.1", "a": "10.0.0.2", "b": "10.0.0.3"})
     assert set(addresses) == {"h", *nodes}
     assert (addresses["h"] == "127.0.0.1") == (set(nodes) == {"h"})
-    with refused(ConfigError) if found is None else contextlib.nullcontext():
-        assert coordinator_endpoint(config, "ipc:///tmp/c", addresses, "h") == found
     assert [_host_and_port(address) for address in ("[::1]:5555", "::1:5555")] == [("::1", 5555)] * 2
 
 
@@ -587,7 +608,7 @@ def test_with_engines_only_a_collapsed_drafter_stops_serving(learning, recipe_fi
         # What is sent before a trainer is connected is dropped.
         until(lambda: fed(run) == 16 or not run.step())
         until(lambda: drafting.served.updates or not run.step())
-        assert_engines_draft_with(drafting.training.processes.answers("weights")[0], run)
+        assert_engines_draft_with(drafting.training.answers("weights")[0], run)
         asked_of(drafting, boast)
         swaps = drafting.served.swaps
         until(lambda: drafting.served.swaps > swaps or not run.step())
@@ -628,6 +649,7 @@ def boast(trainer):
         ("drafter.fallback=oracle", ("oracle", "model-free")),
         ('rollout.drafters.other={"kind":"learned","method":"eagle","model":"x"}', ()),
         ('drafter.schedule={"kind":"sometimes"}', ()),
+        ("drafter.endpoint=tcp://10.0.0.7:5555", ("drafter.endpoint",)),
     ],
 )
 def test_an_impossible_drafter_is_refused(learning, recipe_file, random_model, tmp_path, monkeypatch, overrides, facts):

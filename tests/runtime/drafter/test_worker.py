@@ -1,4 +1,4 @@
-"""The trainer beside a worker, between a real coordinator and a real feed; only the engine is missing."""
+"""The trainer beside a worker, between the coordinator's orders and a real feed; only the engine is missing."""
 
 import contextlib
 import threading
@@ -8,10 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tltlab.coordination.machine import CoordinatorConfig
-from tltlab.coordination.messages import Train
-from tltlab.runtime.coordinator.sockets import CoordinatorServer
-from tltlab.runtime.drafter.feed import FeedSender
+from tltlab.coordination.machine import (
+    CoordinatorConfig,
+    CoordinatorState,
+    Released,
+    RolloutEnded,
+    RolloutStarted,
+    StopTraining,
+    Train,
+    TrainerFreed,
+    TrainerReady,
+    WorkerIdle,
+    WorkerState,
+    advance,
+)
+from tltlab.runtime.drafter.feed import SequenceSender
 from tltlab.runtime.drafter.group import RendezvousServer
 from tltlab.runtime.drafter.worker import HELD_OUT, SpotTrainer, TrainerPlacement
 from tltlab.runtime.recipe.drafter import DrafterConfig, OptimConfig
@@ -22,7 +33,7 @@ from .drafting_text import same
 
 CONFIG = DrafterConfig(
     optim=OptimConfig(lr=3e-3),
-    coordinator=CoordinatorConfig(yield_timeout_s=100.0, resend_s=0.1),
+    coordinator=CoordinatorConfig(yield_timeout_s=100.0),
     tokens_per_update=128,
     checkpoint_every=5,
     ages=2,
@@ -31,25 +42,23 @@ CONFIG = DrafterConfig(
 
 
 class Bench:
-    """Worker 0 always generates; the trainers of the others are threads of this process."""
+    """Worker 0 always generates; the trainers of the others are of this process, and calls to them are threads."""
 
     def __init__(self, folder, sockets):
         self.folder, self.sockets = folder, sockets
         text.head(folder / "target").save(folder / "head")
-        self.server = CoordinatorServer(CONFIG.coordinator, f"ipc://{sockets}/c", 3, self._kill)
         self.rendezvous = RendezvousServer()
         self.trainers = {}
         self.senders = {}
+        self.state = CoordinatorState(config=CONFIG.coordinator, workers={0: WorkerState()})
+        self.released, self.rl_step = 0, -1
+        self._lock = threading.RLock()
+        self._periods = set()
         self._threads = []
-        self.status(0, 0, busy=True)
-
-    def _kill(self, worker):
-        raise AssertionError(f"worker {worker} did not yield")
 
     def add(self, worker, config=CONFIG):
         place = TrainerPlacement(
             worker=worker,
-            coordinator=self.server.endpoint,
             feed=f"ipc://{self.sockets}/f{worker}",
             folder=self.folder / f"worker-{worker}",
             rendezvous=self.rendezvous.address,
@@ -60,20 +69,44 @@ class Bench:
         )
         trainer = SpotTrainer(place, config)
         trainer.start(text.frozen(), None, 0)
-        self._threads.append(threading.Thread(target=trainer.run, daemon=True))
-        self._threads[-1].start()
+        self._start(trainer.run)
         self.trainers[worker] = trainer
+        self.senders[worker] = SequenceSender(place.feed)
+        self.tell(TrainerReady(worker=worker))
         return trainer
 
-    def status(self, worker, rl_step, *, busy):
-        if worker not in self.senders:
-            self.senders[worker] = FeedSender(f"ipc://{self.sockets}/f{worker}")
-        self.senders[worker].status(rl_step, busy=busy)
+    def _start(self, work, *args):
+        thread = threading.Thread(target=work, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def tell(self, event):
+        with self._lock:
+            self.state, commands = advance(self.state, event, time.perf_counter())
+            for command in commands:
+                match command:
+                    case Released():
+                        self.released += 1
+                    case Train() if (command.worker, command.term) not in self._periods:
+                        self._periods.add((command.worker, command.term))
+                        self._start(self._train, command)
+                    case _:
+                        self.trainers[command.worker].order(command)
+
+    def _train(self, order):
+        self.trainers[order.worker].train(order)
+        self.tell(TrainerFreed(worker=order.worker))
 
     def teach(self, worker, sequences):
         trainer, num_before = self.trainers[worker], len(self.trainers[worker]._keys)
         for sequence in sequences:
-            self.senders[worker].sequence(sequence)
+            # Those sent before the trainer is connected are dropped.
+            while True:
+                dropped = self.senders[worker].dropped
+                self.senders[worker].sequence(sequence)
+                if self.senders[worker].dropped == dropped:
+                    break
+                time.sleep(0.01)
         until(lambda: len(trainer._keys) == num_before + len(sequences))
 
     def taught(self, config=CONFIG, worker=1, some=None):
@@ -84,22 +117,27 @@ class Bench:
         return trainer
 
     def begin(self, rl_step):
-        """A rollout starts, and all trainers have heard of it."""
-        self.server.rollout_started(rl_step)
-        for worker, trainer in self.trainers.items():
-            self.status(worker, rl_step, busy=True)
-            until(lambda trainer=trainer: trainer._rl_step == rl_step)
+        """A rollout starts."""
+        self.rl_step = rl_step
+        for trainer in self.trainers.values():
+            trainer.begin(rl_step)
+        self.tell(RolloutStarted(rl_step=rl_step))
 
-    def trains(self, worker, rl_step, num_updates):
+    def idle(self, *workers):
+        for worker in workers:
+            self.tell(WorkerIdle(worker=worker))
+
+    def trains(self, worker, num_updates):
         """A worker runs out of requests, and its trainer has done so many updates at least."""
-        self.status(worker, rl_step, busy=False)
+        self.idle(worker)
         until(lambda: self.trainers[worker].num_updates() >= num_updates)
 
-    def ends(self, rl_step):
+    def ends(self):
         """The rollout ends, and nobody is waited for in vain; how long it waited."""
-        waited = self.server.rollout_ended(rl_step)
-        assert waited < CONFIG.coordinator.yield_timeout_s
-        return waited
+        begin, before = time.perf_counter(), self.released
+        self.tell(RolloutEnded(rl_step=self.rl_step))
+        until(lambda: self.released > before)
+        return time.perf_counter() - begin
 
     def close(self):
         for trainer in self.trainers.values():
@@ -108,7 +146,6 @@ class Bench:
             thread.join(120)
         for sender in self.senders.values():
             sender.close()
-        self.server.close()
         self.rendezvous.close()
         assert not any(thread.is_alive() for thread in self._threads)
 
@@ -131,12 +168,12 @@ def test_an_idle_worker_trains_until_the_rollout_ends(bench):
     update, late = trainer.training.update, []
 
     def watched(*args, **kwargs):
-        late.append(not isinstance(trainer._client.order, Train))
+        late.append(not isinstance(trainer._order, Train))
         return update(*args, **kwargs)
 
     trainer.training.update = watched
-    bench.trains(1, 0, 30)
-    waited = bench.ends(0)
+    bench.trains(1, 30)
+    waited = bench.ends()
     (row,) = trainer.take_rows()
     assert trainer.take_rows() == []
     assert (row["rl_step"], row["worker"], row["members"], row["ended"]) == (0, 1, 1, "stopped")
@@ -153,17 +190,29 @@ def test_an_idle_worker_trains_until_the_rollout_ends(bench):
     assert trainer.num_updates() == done
 
 
-@pytest.mark.parametrize(("most", "ended"), [(0, "stopped"), (6, "declined")], ids=["requests", "updates"])
-def test_requests_or_enough_updates_end_training(bench, most, ended):
-    trainer = bench.taught(CONFIG.model_copy(update={"max_updates": most}) if most else CONFIG)
-    bench.trains(1, 0, most or 3)
-    if not most:
-        bench.status(1, 0, busy=True)
+def test_enough_updates_end_training(bench):
+    trainer = bench.taught(CONFIG.model_copy(update={"max_updates": 6}))
+    bench.trains(1, 6)
     (row,) = until(trainer.take_rows)
-    assert row["ended"] == ended
-    assert row["updates"] == trainer.num_updates() >= (most or 3)
-    assert not most or row["updates"] == most
-    bench.ends(0)
+    assert row["ended"] == "declined"
+    assert row["updates"] == trainer.num_updates() == 6
+    bench.ends()
+
+
+def test_orders_that_overtake_or_repeat_one_another_train_once(bench):
+    trainer = bench.taught()
+    train = Train(worker=1, number=1, term=1, rl_step=0, members=(1, 2))
+    trainer.order(StopTraining(worker=1, number=2))
+    trainer.train(train)
+    assert trainer.take_rows() == [], "it was stopped before it began"
+    alone = Train(worker=1, number=4, term=2, rl_step=0, members=(1,))
+    trainer.order(alone)
+    bench._start(trainer.train, replace(train, number=3, term=2))
+    until(lambda: trainer.num_updates() > 2)
+    trainer.order(StopTraining(worker=1, number=5))
+    trainer.train(alone)
+    (row,) = trainer.take_rows()
+    assert (row["term"], row["members"]) == (2, 1), "the newest order of its term counts, and once"
 
 
 def test_one_sequence_is_enough_to_train(bench):
@@ -175,12 +224,12 @@ def test_one_sequence_is_enough_to_train(bench):
         return sample(*args)
 
     trainer.buffer.sample = watched
-    bench.status(1, 0, busy=False)
+    bench.idle(1)
     assert empty.wait(300)
     assert trainer.num_updates() == 0
     bench.teach(1, sequences(number=1))
     until(lambda: trainer.num_updates() >= 3)
-    bench.ends(0)
+    bench.ends()
     (row,) = trainer.take_rows()
     assert row["wait_s"] > 0
     assert row["tokens"] == 24 * row["updates"]
@@ -192,36 +241,35 @@ def test_states_not_finite_end_the_period_only(bench):
     broken = [replace(s, hidden=torch.full_like(s.hidden, torch.nan)) for s in sequences(number=16)]
     trainer = bench.taught(some=broken)
     good = trainer.weights()
-    bench.status(1, 0, busy=False)
+    bench.idle(1)
     (row,) = until(trainer.take_rows)
     assert row["ended"] == "failed"
     assert "not finite" in row["detail"]
     assert (row["updates"], trainer.num_updates(), trainer.training.skipped) == (0, 0, 3)
     assert same(trainer.weights(), good)
     assert trainer.predicted() == [], "the run has nothing new to serve"
-    bench.ends(0)
+    bench.ends()
     bench.begin(1)
     bench.begin(2)
     bench.teach(1, sequences(2))
-    bench.trains(1, 2, 4)
-    bench.ends(2)
+    bench.trains(1, 4)
+    bench.ends()
 
 
 def test_a_group_starts_from_its_furthest_member(bench):
     """The leader is the lowest worker, here one that has just started; what the other one has trained is kept."""
     old = bench.taught(worker=2)
-    bench.trains(2, 0, 20)
-    bench.ends(0)
+    bench.trains(2, 20)
+    bench.ends()
     new = bench.add(1)
     before = old.num_updates()
     bench.begin(1)
     bench.teach(1, sequences(1))
-    bench.trains(1, 1, 1)
-    bench.status(2, 1, busy=False)
+    bench.trains(1, 1)
+    bench.idle(2)
     until(lambda: new.num_updates() > before + 5)
-    period = bench.server._state.period
-    assert period.leader == 1
-    bench.server.rollout_ended(1)
+    assert bench.state.members == (1, 2)
+    bench.ends()
     assert same(new.state(), old.state())
     rows = [new.take_rows()[-1], old.take_rows()[-1]]
     assert [row["members"] for row in rows] == [2, 2]
@@ -279,7 +327,7 @@ def test_others_continue_without_a_hanging_member(bench):
     bench.begin(0)
     for worker in (1, 2):
         bench.teach(worker, sequences())
-        bench.status(worker, 0, busy=False)
+        bench.idle(worker)
     until(lambda: min(here.num_updates(), hanging.num_updates()) > 3)
     update, wakes = hanging.training.update, threading.Event()
 
@@ -292,7 +340,7 @@ def test_others_continue_without_a_hanging_member(bench):
         until(lambda: here.num_updates() > hanging.num_updates() + 5)
     finally:
         wakes.set()
-    bench.server.rollout_ended(0)
+    bench.ends()
     (row,) = here.take_rows()
     assert (row["ended"], row["members"]) == ("stopped", 2)
     assert "hangs" in row["detail"]

@@ -1,1 +1,0 @@
-"""The worker coordinator over ZeroMQ: server, client, wire format, keys, log."""
