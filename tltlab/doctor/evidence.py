@@ -26,8 +26,8 @@ from tltlab.policies.policy import SHIPPED
 from tltlab.stats import Interval, paired_interval
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.metrics import rollout_s
-from tltlab.traces.recording import recording_of
-from tltlab.traces.trace import Trace
+from tltlab.traces.storage import is_unfinished
+from tltlab.traces.trace import Trace, locate
 
 ENOUGH_STEPS = 3  # below it an interval over RL steps says nothing
 ENOUGH_PLAIN = 50  # plain iterations for a fit of four terms: single ones vary by some 10 %
@@ -307,7 +307,7 @@ def _turns(trace: Trace | None) -> str | None:
 
 def _trace_of(run: Path) -> tuple[Trace | None, str, Path | None]:
     """The trace, or why there is none, and a recording that was never finished. Raises TraceError."""
-    unfinished = next((r for place in (run, run / "trace") if (r := recording_of(place)).is_dir()), None)
+    unfinished = place if is_unfinished(place := locate(run)) else None
     try:
         trace = read(run)
     except TraceError as error:
