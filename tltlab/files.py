@@ -44,7 +44,8 @@ PACKED = (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4", ".zip")
 _PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ": "xz",
              b"\x04\x22\x4d\x18": "lz4"}  # fmt: skip
 """How a file is packed, by its first bytes."""
-_LOCK = "lock"
+LOCK = "lock"
+"""The file by which a folder is held."""
 _PATIENCE_S = 0.2
 """How long a lock is waited for, seconds: somebody may only be asking whether it is held."""
 
@@ -421,7 +422,7 @@ def lock(folder: Path, activity: str = "this recording") -> ExitStack:
     """
     held = ExitStack()
     try:
-        held.enter_context(FileLock(folder / _LOCK, timeout=_PATIENCE_S, poll_interval=0.01, thread_local=False))
+        held.enter_context(FileLock(folder / LOCK, timeout=_PATIENCE_S, poll_interval=0.01, thread_local=False))
     except Timeout as error:
         raise ConfigError(f"{folder}: {activity} is in progress in another process") from error
     except OSError as error:
@@ -433,7 +434,7 @@ def in_progress(folder: Path) -> bool:
     """Return whether a process, this one included, is writing the recording; changes nothing and blocks no process."""
     try:
         # `FileLock` would ask for the right to write, and make the file where there is none.
-        with open(folder / _LOCK, "rb") as file:
+        with open(folder / LOCK, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return not isinstance(error, FileNotFoundError)
@@ -453,7 +454,7 @@ def leftovers() -> list[Path]:
     for folder in sorted(Path(tempfile.gettempdir()).glob("tltlab-*-*")):
         with suppress(OSError):
             status = folder.lstat()
-            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and (folder / _LOCK).is_file()
+            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and (folder / LOCK).is_file()
             if ours and SCRATCH.fullmatch(folder.name) and not in_progress(folder):
                 paths += [*filter(is_leftover, registered_leftovers(folder)), folder]
     return paths

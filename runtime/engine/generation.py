@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import tltlab
 from tltlab.drafters.base import Key
 from tltlab.errors import RunError
+from tltlab.traces.schema import Rows
 
 Drafting = Literal["any", "own", "none", "none beside"]
 """Drafts that a request may have: "any"; only from its "own" text, which makes its tokens repeatable by seed; "none";
@@ -159,8 +160,8 @@ class Rollout:
     """
 
     responses: list[GenerationResponse]
-    iterations: Sequence[Mapping[str, Any]]
-    decisions: Sequence[Mapping[str, Any]]
+    iterations: Rows
+    decisions: Rows
     duration_s: float
     recorder_s: float
     policy_s: float

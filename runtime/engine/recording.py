@@ -24,8 +24,7 @@ from typing import Any, ClassVar
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.traces.recorder import Recorder
-from tltlab.traces.recording import recording_of
-from tltlab.traces.schema import Manifest, Row, columns, key_columns
+from tltlab.traces.schema import Manifest, Row, columns, is_trace, key_columns
 
 from .control import Control
 from .generation import LiveRequest, describe_exception
@@ -193,12 +192,12 @@ class LiveRecording:
         first = Path(path)
         for place in chain([first], (first.with_name(f"{first.name}-{n}") for n in count(1))):
             is_empty = place.is_dir() and not any(place.iterdir())
-            if recording_of(place).exists() or place.is_symlink() or (place.exists() and not is_empty):
+            if place.is_symlink() or (place.exists() and not is_empty):
                 continue
             try:
                 return cls(place, control, **labels)
             except ConfigError:
-                if not recording_of(place).exists():
+                if not is_trace(place):
                     raise
         raise AssertionError("numbers do not end")
 
@@ -482,6 +481,6 @@ class LiveRecording:
             why = f"RunError: {why}" if isinstance(why, RunError) else describe_exception(why)
         logger.error(
             "the recording %s ends here, and the engine continues: %s; durable rows stay in %s",
-            *(self.path, why, recording_of(self.path)),
+            *(self.path, why, self.path),
         )
         self._wake.set()

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import safetensors.numpy
 
 from tltlab.config import counted
@@ -19,7 +21,7 @@ from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.traces.recorder import ColumnRows
+from tltlab.traces.schema import Rows, by_column
 
 Shares = list[list[GenerationRequest]]
 
@@ -356,21 +358,26 @@ def delayed(rollout: Rollout, seconds: float) -> Rollout:
             )
             for r in rollout.responses
         ],
-        iterations=(ran := ColumnRows.of("iterations", rollout.iterations)).with_column(
-            "t_start", ran.column("t_start") + seconds
-        ),
+        iterations=_later(by_column("iterations", rollout.iterations), "t_start", seconds),
         duration_s=rollout.duration_s + seconds,
     )
 
 
+def _later(rows: pa.Table, column: str, by: float) -> pa.Table:
+    """Return the rows with a number more in a column."""
+    at = rows.column_names.index(column)
+    field = rows.schema.field(at)
+    return rows.set_column(at, field, pc.add(rows[column], pa.scalar(by, field.type)))
+
+
 def _joined(part: Rollout, new: Rollout, start_s: float) -> Rollout:
     """Return a worker's rollout so far, joined with a round that began `start_s` seconds after the first."""
-    first = 1 + int(ColumnRows.of("iterations", part.iterations).column("iteration").max(initial=-1))
+    ran = by_column("iterations", part.iterations)
+    first = 1 + pc.max(ran["iteration"]).as_py() if len(ran) else 0
     new = delayed(new, start_s)
 
-    def joined(name: str, before: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> ColumnRows:
-        after = ColumnRows.of(name, rows)
-        return ColumnRows.joined(name, [before, after.with_column("iteration", after.column("iteration") + first)])
+    def joined(name: str, before: Rows, rows: Rows) -> pa.Table:
+        return pa.concat_tables([by_column(name, before), _later(by_column(name, rows), "iteration", first)])
 
     return Rollout(
         responses=part.responses + [replace(r, t_submit=r.t_submit or start_s) for r in new.responses],

@@ -43,7 +43,7 @@ from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import EnvironmentConfig
 from tltlab.runtime.run.memory import ProcessMemory
-from tltlab.traces.recorder import ColumnRows
+from tltlab.traces.schema import by_column
 
 from .environments import Conversations, EnvironmentPool, stop_token_ids
 
@@ -263,8 +263,8 @@ def packed(rollout: Rollout) -> Rollout:
         responses=[
             replace(r, token_ids=array("i", r.token_ids), logprobs=array("f", r.logprobs)) for r in rollout.responses
         ],
-        iterations=ColumnRows.of("iterations", rollout.iterations),
-        decisions=ColumnRows.of("decisions", rollout.decisions),
+        iterations=by_column("iterations", rollout.iterations),
+        decisions=by_column("decisions", rollout.decisions),
     )
 
 

@@ -25,15 +25,25 @@ from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.stats import finite
 from tltlab.strategy import Strategy
 from tltlab.traces.metrics import bubble_fraction, mean_accept_length, tail_fraction, tokens_per_s
-from tltlab.traces.recorder import ColumnRows
-from tltlab.traces.schema import GRAPH_KINDS, TABLES, Manifest, Row, columns, idle_spans, key_columns, span, span_detail
+from tltlab.traces.schema import (
+    GRAPH_KINDS,
+    TABLES,
+    Manifest,
+    Row,
+    Rows,
+    by_column,
+    columns,
+    idle_spans,
+    key_columns,
+    span,
+    span_detail,
+)
 from tltlab.traces.trace import Trace
 
 _OFF_POLICY = {
     "staleness": "staleness/mean", "off_policy_share": "staleness/off_policy_share",
     "dropped_groups": "trained/dropped_groups", "length_bias": "trained/length_bias",
 }  # fmt: skip
-Rows = Sequence[Mapping[str, Any]]
 
 _KINDS = ("prefill", "speculative_decode", "decode")
 
@@ -143,8 +153,8 @@ def step_rows(
         "workload": workload,
         "outcomes": outcomes,
         "tokens": _token_rows(requests, [response for _, response in placed], policy_version),
-        "iterations": ColumnRows.joined("iterations", [part.iterations for part in parts]),
-        "decisions": ColumnRows.joined("decisions", [part.decisions for part in parts]),
+        "iterations": pa.concat_tables(by_column("iterations", part.iterations) for part in parts),
+        "decisions": pa.concat_tables(by_column("decisions", part.decisions) for part in parts),
         "steps": [step | columns for columns in drafter.get("steps", ())] or [step],
         "spans": list(_spans(report, parts, drafter.get("spot_training", ()), stages_s)),
     }
@@ -182,7 +192,7 @@ def repeat_row(
 
 def _token_rows(
     requests: Sequence[GenerationRequest], responses: Sequence[GenerationResponse], policy_version: int
-) -> ColumnRows:
+) -> pa.Table:
     """Return the rows of `tokens`, without an object per token."""
     schema = TABLES["tokens"]
     keys = zip(*(request.key for request in requests), strict=True) if requests else [()] * 4
@@ -197,7 +207,7 @@ def _token_rows(
         _lists([response.logprobs for response in responses], np.float32),
         pa.ListArray.from_arrays(_offsets(lengths), pa.array(versions)),
     ]
-    return ColumnRows("tokens", pa.table(columns, names=schema.names))
+    return pa.table(columns, names=schema.names)
 
 
 def _lists(parts: Sequence[Sequence[float]], kind: type[np.generic]) -> pa.ListArray:
@@ -217,14 +227,15 @@ def _spans(
     """Yield the step's lanes: each worker's iterations, idle end and training, and the stages after the rollout."""
     for worker, part in enumerate(parts):
         at = report.rl_step, f"worker {worker}"
-        ran = ColumnRows.of("iterations", part.iterations)
-        starts, batches = ran.column("t_start"), ran.column("batch")
+        ran = by_column("iterations", part.iterations)
+        names = ("t_start", "duration", "batch", "prefill_tokens", "num_drafted")
+        starts, durations, batches, prefilled, drafted = (ran[name].fill_null(0).to_numpy() for name in names)
         # A share that was reissued begins late.
         end = float(starts.min()) if len(starts) else 0.0
         yield from idle_spans(report.rl_step, worker, 0.0, end)
         if len(starts):
-            end = float(starts[-1] + ran.column("duration")[-1])
-            kinds = np.where(ran.column("prefill_tokens") > 0, 0, np.where(ran.column("num_drafted") > 0, 1, 2))
+            end = float(starts[-1] + durations[-1])
+            kinds = np.where(prefilled > 0, 0, np.where(drafted > 0, 1, 2))
             details = _details(ran)
             details[kinds != 1] = None
             changes = np.diff(kinds).astype(bool) | np.diff(batches).astype(bool) | (details[1:] != details[:-1])
@@ -245,9 +256,9 @@ def _spans(
         start += seconds
 
 
-def _details(ran: ColumnRows) -> Array:
+def _details(ran: pa.Table) -> Array:
     """Return the `detail` of spans by the strategy that each iteration verified, None where unknown."""
-    each = list(zip(*(ran.table[name].to_pylist() for name in Strategy.__slots__), strict=True))
+    each = list(zip(*(ran[name].to_pylist() for name in Strategy.__slots__), strict=True))
     details = {verified: span_detail(Strategy(*verified)) if all(verified) else None for verified in set(each)}
     return np.array([details[verified] for verified in each], object)
 
@@ -295,7 +306,7 @@ def step_metrics(report: StepReport, rows: Mapping[str, Rows]) -> dict[str, floa
     figures["time/step_s"] = report.seconds
     figures["recorder/share"] = (report.recorder_s + report.record_s) / report.seconds if report.seconds else None
     figures |= _rewards(report, rows["outcomes"]) | _rollout(report.rollout_s, rows) | _lengths(rows["outcomes"])
-    figures |= _graphs(ColumnRows.of("iterations", rows["iterations"]).table["graph"])
+    figures |= _graphs(by_column("iterations", rows["iterations"])["graph"])
     for name, value in report.metrics.items():
         kind, _, measure = name.partition("_")
         figures[f"mismatch/{measure}" if kind == "mismatch" else name if "/" in name else f"train/{name}"] = value
@@ -351,9 +362,9 @@ def _rollout(rollout_s: float, rows: Mapping[str, Rows]) -> dict[str, float | No
     if not rows["outcomes"] or not rollout_s:
         return {}
     tables = {
-        name: table_rows.table if isinstance(table_rows, ColumnRows) else pd.DataFrame(table_rows)
+        name: table_rows if isinstance(table_rows, pa.Table) else pd.DataFrame(table_rows)
         for name in _TABLES
-        if (table_rows := rows[name])
+        if len(table_rows := rows[name])
     }
     # Every worker has a lane, also one without work: its idle time is part of the bubble.
     num_workers = len({row["lane"] for row in rows["spans"] if row["lane"].startswith("worker ")})

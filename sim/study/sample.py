@@ -149,5 +149,5 @@ class Scenarios:
         part = self.trace.select(rl_steps)
         loaded = ((name, part.arrow(name)) for name in REQUIRED_TABLES)
         # A copy, since Arrow pickles all that a slice is part of; the other tables are not simulated.
-        tables = {name: MemoryTable(rows.take(np.arange(len(rows)))) for name, rows in loaded if rows is not None}
+        tables = {name: MemoryTable(name, rows.take(np.arange(len(rows)))) for name, rows in loaded if rows is not None}
         return Trace(part.manifest, tables, part.rl_steps, part.path)

@@ -1,4 +1,4 @@
-"""What a run's folder must be, by the docstrings of `traces/recording.py` and `run/checkpoints.py`, without tltlab.
+"""What a run's folder must be, by the docstrings of `traces/recorder.py` and `run/checkpoints.py`, without tltlab.
 
 A function returns what it read, and raises `Fault` where the folder is not what a reader may rely on.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 KEY = ("rl_step", "prompt_id", "sample", "turn")
@@ -24,7 +22,6 @@ UNIQUE = {
     "steps": ("rl_step",),
     "spot_training": ("rl_step", "worker", "term"),
 }
-CHUNK = re.compile(r"(\d{6,})-([0-9a-f]{16})\.arrow")
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -46,46 +43,28 @@ def sealed_json(path: Path) -> dict[str, Any]:
     return dict(value)
 
 
-def recording(folder: Path) -> Rows:
-    """The rows of a recording: of the chunks that are what their names say, without those that were taken back."""
-    manifest(folder, sealed_json(folder / "manifest.json"))
-    require("sums" not in sealed_json(folder / "manifest.json"), folder, "has sums already")
-    cuts = sealed_json(folder / "cuts.json")["cuts"] if (folder / "cuts.json").exists() else []
-    rows: Rows = {}
-    numbers = []
-    for path in sorted(folder.glob("*.arrow")):
-        named = CHUNK.fullmatch(path.name)
-        require(named is not None, path, "is not named as a chunk")
-        assert named is not None
-        data = path.read_bytes()
-        require(hashlib.sha256(data).hexdigest()[:16] == named[2], path, "is not what its name says")
-        numbers.append(int(named[1]))
-        void = min([cut["rl_steps"] for cut in cuts if numbers[-1] < cut["chunks"]], default=None)
-        table = pa.ipc.open_file(data).read_all()
-        require(len(table) == 1, path, "has", len(table), "rows, not 1")
-        for name in table.column_names:
-            found = table[name].to_pylist()[0]
-            rows.setdefault(name, []).extend(row for row in found if void is None or row["rl_step"] < void)
-    require(len(numbers) == len(set(numbers)), folder, "has two chunks of one number", numbers)
-    return rows
-
-
 def trace(folder: Path) -> Rows:
-    """The rows of a finished trace, its files being those that the manifest has sums of."""
+    """The rows of a trace, finished or not, in the parts that the manifest has sums of: others are nothing."""
     told = sealed_json(folder / "manifest.json")
-    manifest(folder, told)
-    files = {path.name: path for path in folder.glob("*.parquet")}
-    require(set(told["sums"]) == set(files), folder, "has", sorted(files), "and sums of", sorted(told["sums"]))
-    for name, path in files.items():
-        require(hashlib.sha256(path.read_bytes()).hexdigest() == told["sums"][name], path, "is not what its sum says")
-    rows = {path.stem: pq.read_table(path).to_pylist() for path in files.values()}
-    require({"workload", "outcomes"} <= set(rows), folder, "has no", {"workload", "outcomes"} - set(rows))
+    require((told["format"], told["version"]) == ("tltlab-trace", 1), folder, "is no trace of version 1")
+    rows: Rows = {}
+    for place, sha256 in told.get("parts", told.get("sums")).items():
+        path = folder / place
+        require(hashlib.sha256(path.read_bytes()).hexdigest() == sha256, path, "is not what its sum says")
+        name = place.partition("/")[0].removesuffix(".parquet")
+        rows.setdefault(name, []).extend(pq.ParquetFile(path).read().to_pylist())
+    require(not rows or {"workload", "outcomes"} <= set(rows), folder, "has no workload or no outcomes")
     responses(folder, rows)
     return rows
 
 
-def manifest(folder: Path, told: Mapping[str, Any]) -> None:
-    require((told["format"], told["version"]) == ("tltlab-trace", 1), folder, "is no trace of version 1")
+def finished(folder: Path) -> Rows:
+    """The rows of a trace that is finished, with no file that the manifest does not name."""
+    told = sealed_json(folder / "manifest.json")
+    require("unfinished" not in told, folder, "is not finished")
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {"manifest.json"}
+    require(set(told["parts"]) == files, folder, "has", sorted(files), "and sums of", sorted(told["parts"]))
+    return trace(folder)
 
 
 def responses(where: Path, rows: Rows) -> None:
@@ -100,7 +79,7 @@ def responses(where: Path, rows: Rows) -> None:
         require(len(row["token_ids"]) == ended[key]["response_tokens"], where, "tokens are not as many:", key)
         cap = asked[key]["max_response_tokens"]
         require(len(row["token_ids"]) <= cap, where, "has more tokens than may be:", key)
-    for row in rows["outcomes"]:
+    for row in rows.get("outcomes", ()):
         require(row["finish_reason"] in ("stop", "length", "abort"), where, "ended by", row["finish_reason"])
 
 
@@ -132,15 +111,11 @@ def _checked(folder: Path) -> Iterator[Path]:
 
 def killed(run: Path, durable: int) -> None:
     """What is left of a run that was killed: all of RL steps 0 to `durable` - 1, and nothing twice or in halves."""
-    there = run / "trace.recording"
-    if there.exists():
-        rows = recording(there)
-        require(rl_steps(rows) >= set(range(durable)), there, "lost RL steps:", rl_steps(rows), "of", durable)
-        if rows:
-            responses(there, rows)
     if (run / "trace").exists():
-        require(rl_steps(trace(run / "trace")) >= (set() if there.exists() else set(range(durable))), run, "lost steps")
-    require(durable == 0 or there.exists() or (run / "trace").exists(), run, "has lost its trace")
+        there = rl_steps(trace(run / "trace"))
+        require(there >= set(range(durable)), run, "lost RL steps:", there, "of", durable)
+    else:
+        require(durable == 0, run, "has lost its trace")
 
 
 def same(rows: Rows, others: Rows, tables: Mapping[str, Sequence[str]]) -> None:

@@ -158,7 +158,7 @@ def newest(run: Path) -> int:
 
 def check_finished(run: Path, calm: Path) -> None:
     """The run that was disturbed is the one that nobody disturbed, to the bit."""
-    checker.same(checker.trace(run / "trace"), checker.trace(calm / "trace"), COLUMNS)
+    checker.same(checker.finished(run / "trace"), checker.finished(calm / "trace"), COLUMNS)
     ours, theirs = (load_file(folder / "checkpoints" / "final" / "model.safetensors") for folder in (run, calm))
     checker.require(all((ours[name] == theirs[name]).all() for name in theirs), "other weights than the calm run's")
 

@@ -129,10 +129,9 @@ class Points:
 def name_of(place: str) -> str:
     """A path without what is another in each run: sums, letters drawn by chance, numbers.
 
-    >>> name_of("trace.recording/000003-0123456789abcdef.arrow"), name_of(".trace.tltlab-x1_y2z3w/new")
-    ('trace.recording/N-*.arrow', '.trace.*/new')
+    >>> name_of("trace/tokens/part-000003.parquet"), name_of(".trace.tltlab-x1_y2z3w/new")
+    ('trace/tokens/part-N.parquet', '.trace.*/new')
     """
-    place = re.sub(r"-[0-9a-f]{16}\.arrow", "-*.arrow", place)
     place = re.sub(r"\.tltlab-[a-z0-9_]{8}(?=/|$)", ".*", place)
     return re.sub(r"\d+", "N", place)
 

@@ -200,7 +200,7 @@ def disturbed(run: Path, faults: Sequence[Fault], journal: Path, *, everything: 
 
 def look(run: Path) -> None:
     """As commands read a run, whoever writes it."""
-    if (run / "trace").exists() or (run / "trace.recording").exists():
+    if (run / "trace").exists():
         trace = read(run / "trace")
         assert len(trace.outcomes) % (PROMPTS * GROUP) == 0, "half an RL step"
 
@@ -259,14 +259,14 @@ def case(seed: int, points: Sequence[tuple[str, int]], twin: Path, folder: Path)
         checker.killed(run, told.durable or told.begins)
         whole = RunCheckpoints(run / "checkpoints", keep=2).latest()
         checker.require(saved == 0 or (whole is not None and f"step-{saved:06d}" <= whole.name), whole, "not", saved)
-        if rng.random() < 0.3 and (run / "trace.recording").exists():
+        if rng.random() < 0.3 and (run / "trace").exists():
             shutil.copytree(run, folder / "copy")
             mended = forked(lambda tell: repaired(folder / "copy"))
             checker.require(mended.code == FINISHED, "repair:", mended.said)
             shutil.rmtree(folder / "copy")
     told = disturbed(run, [], journal)
     checker.require(told.code == FINISHED, "resumed without a fault:", told.said)
-    ours, theirs = checker.trace(run / "trace"), checker.trace(twin / "trace")
+    ours, theirs = checker.finished(run / "trace"), checker.finished(twin / "trace")
     checker.same(ours, theirs, COLUMNS)
     checker.require((run / "final.npy").read_bytes() == (twin / "final.npy").read_bytes(), "other weights")
     checker.require({4, 5} <= set(checker.checkpoints(run / "checkpoints")), "lacks checkpoint 4 or 5")
@@ -277,9 +277,8 @@ def case(seed: int, points: Sequence[tuple[str, int]], twin: Path, folder: Path)
 
 
 def repaired(copy: Path) -> None:
-    if any((copy / "trace.recording").glob("*.arrow")) or (copy / "trace").exists():
-        repair(copy / "trace")
-        checker.trace(copy / "trace")
+    repair(copy / "trace")
+    checker.finished(copy / "trace")
 
 
 def campaign(first: int, faults: int, folder: Path) -> tuple[Counter[tuple[str, str]], list[str]]:

@@ -1,6 +1,7 @@
 """The checker that the nemesis asks is worth asking: it takes what the format allows, and sees what is wrong."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy as np
 import tltlab
 from tests.refused import refused
 from tltlab.traces.recorder import Recorder
+from tltlab.traces.schema import Contents
 
 from . import checker
 from .storage import MANIFEST, STEPS, drive, rows_at
@@ -30,7 +32,7 @@ def test_a_trace_with_another_bit_is_found(tmp_path):
             checker.trace(damaged)
 
 
-def test_a_lost_or_doubled_chunk_is_found(tmp_path):
+def test_a_lost_or_doubled_part_is_found(tmp_path):
     recorder = Recorder(tmp_path / "trace", MANIFEST)
     for rl_step in range(3):
         for table, rows in rows_at(rl_step, np.ones(4)).items():
@@ -42,11 +44,15 @@ def test_a_lost_or_doubled_chunk_is_found(tmp_path):
     recorder.rewind(2)
     with refused(checker.Fault):
         checker.killed(tmp_path, 3)
-    folder = tmp_path / "trace.recording"
-    first = min(folder.glob("*.arrow"))
-    shutil.copy(first, first.with_name(first.name.replace("000000", "000009")))
+    folder = tmp_path / "trace"
+    contents, first = Contents.read(folder), folder / "steps" / "part-000000.parquet"
+    shutil.copy(first, first.with_name("part-000009.parquet"))
+    checker.killed(tmp_path, 2)
+    named = {**contents.parts, "steps/part-000009.parquet": contents.parts["steps/part-000000.parquet"]}
+    replace(contents, parts=named).write(folder)
     with refused(checker.Fault, naming=("twice",)):
         checker.killed(tmp_path, 2)
+    contents.write(folder)
     first.write_bytes(first.read_bytes()[:-1])
     with refused(checker.Fault):
         checker.killed(tmp_path, 2)

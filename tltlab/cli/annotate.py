@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,11 +24,11 @@ from tltlab.config import faults
 from tltlab.console import Json, emit, table
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, NETWORK, Drafters, DrafterTraits, ModelFreeSpec, OwnDrafter
 from tltlab.errors import ConfigError, InputError
-from tltlab.files import fsync_file, new_file, sha256_of
+from tltlab.files import new_file
 from tltlab.importers.sources import read
 from tltlab.strategy import NO_SPECULATION
-from tltlab.traces.schema import MANIFEST_FILE, SUFFIX
-from tltlab.traces.storage import cannot_write, new_trace_folder, parquet_writer, put_sum
+from tltlab.traces.schema import Contents
+from tltlab.traces.storage import TableWriter, cannot_write, is_unfinished, new_trace_folder, table_writer, write_tables
 from tltlab.traces.trace import Trace
 
 FILE = "acceptance.parquet"
@@ -64,7 +63,7 @@ def annotate_trace(
     source = read(trace)
     if not source.num_rows("tokens"):
         raise InputError(f"{trace}: no tokens.parquet in it, and drafters are replayed over recorded tokens")
-    if source.path is None or source.path.name.endswith(SUFFIX):
+    if source.path is None or is_unfinished(source.path):
         if out is None:
             raise ConfigError(f"{trace} is no finished trace: set the place of the annotated one with --out")
         source = read(source.write(out))
@@ -88,7 +87,7 @@ def annotate_trace(
             # Replacing the table checks it as readers of the trace will.
             table = step.replace(acceptance=merged(step.arrow("acceptance"), rows)).arrow("acceptance")
             if table is not None and len(table):
-                writer.write_table(table, row_group_size=len(table))
+                writer.append(table)
             lengths.add(rows)
             num_positions += sum(map(len, rows["accept_if_drafted"].to_pylist())) // len(annotators)
     result = {
@@ -148,33 +147,41 @@ def _learned(method: str, folder: str, target: Path | None) -> Annotator:
 
 
 @contextmanager
-def _acceptance_file(source: Trace, path: Path, drafters: Mapping[str, DrafterTraits]) -> Iterator[Any]:
+def _acceptance_file(source: Trace, path: Path, drafters: Mapping[str, DrafterTraits]) -> Iterator[TableWriter]:
     """A writer for acceptance.parquet of the trace at `path`, where it is as a whole once the block ended well.
 
-    At the source's own place that file alone is replaced; elsewhere the trace is copied, without fitted files. The
+    At the source's own place that table alone is replaced; elsewhere the trace is copied, without fitted files. The
     manifest describes `drafters` with other than the standard names.
     """
     assert source.path is not None
     try:
         if path.exists() and path.resolve() == source.path.resolve():
+            before = Contents.read(path)
+            earlier = before.files_of(path, "acceptance")
+            parts = {part: s for part, s in (before.parts or {}).items() if path / part not in earlier}
             with new_file(path / FILE, durable=True) as new:
-                with parquet_writer(new, "acceptance") as writer:
+                with table_writer(new, "acceptance", 0) as writer:
                     yield writer
-                # A kill between the two leaves a table without a sum, not one with another's.
-                put_sum(path, FILE, None)
-            put_sum(path, FILE, sha256_of(path / FILE), drafters)
+                # A kill between the two leaves a table without a checksum, not one with another's.
+                _described(source, drafters, None if before.parts is None else parts).write(path)
+            if before.parts is not None:
+                _described(source, drafters, parts | {FILE: writer.sha256}).write(path)
+            for file in earlier:
+                if file.name != FILE:
+                    file.unlink()
             return
         with new_trace_folder(path) as folder:
-            for name in [MANIFEST_FILE, *(f"{table}.parquet" for table in source.names)]:
-                if name != FILE:
-                    shutil.copyfile(source.path / name, folder / name)
-                    fsync_file(folder / name)
-            with parquet_writer(folder / FILE, "acceptance") as writer:
+            parts = write_tables(folder, {name: table for name, table in source.tables.items() if name != "acceptance"})
+            with table_writer(folder / FILE, "acceptance", 0) as writer:
                 yield writer
-            fsync_file(folder / FILE)
-            put_sum(folder, FILE, sha256_of(folder / FILE), drafters)
+            _described(source, drafters, parts | {FILE: writer.sha256}).write(folder)
     except OSError as error:
         raise cannot_write(path, error) from error
+
+
+def _described(trace: Trace, drafters: Mapping[str, DrafterTraits], parts: Mapping[str, str] | None) -> Contents:
+    all_drafters = {**trace.manifest.drafters, **drafters}
+    return Contents(manifest=trace.manifest.model_copy(update={"drafters": all_drafters}), parts=parts)
 
 
 def _text(result: dict[str, Any]) -> str:

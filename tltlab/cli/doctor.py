@@ -14,7 +14,7 @@ from tltlab.console import Json, emit
 from tltlab.doctor.evidence import RunEvidence
 from tltlab.doctor.signatures import Diagnosis, examine
 from tltlab.errors import ConfigError
-from tltlab.traces.schema import SUFFIX, is_trace
+from tltlab.traces.schema import is_trace
 from tltlab.traces.trace import locate
 
 WIDTH = 120  # letters of the longest line
@@ -59,8 +59,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    inside = locate(folder)
-    return is_trace(inside) or inside.name.endswith(SUFFIX) or (folder / "run.json").is_file()
+    return is_trace(locate(folder)) or (folder / "run.json").is_file()
 
 
 def _lines(run: Path, diagnosis: Diagnosis) -> list[str]:

@@ -19,7 +19,7 @@ from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifes
 from tltlab.lengths.model import LengthModel, of_regime
 from tltlab.options import Option, check, command
 from tltlab.traces.recorder import repair as repair_recording
-from tltlab.traces.storage import check_sums
+from tltlab.traces.storage import has_checksums
 from tltlab.traces.stream import StreamWriter, count
 from tltlab.traces.stream import describe as describe_trace
 from tltlab.traces.trace import Trace, locate, read_one, together
@@ -61,7 +61,7 @@ def validate(trace: TraceArgument, as_json: Json = False) -> None:
     Example: tltlab trace validate traces/tiny
     """
     source = read(trace)
-    summed = source.path is not None and check_sums(source.path)
+    summed = source.path is not None and has_checksums(source.path)
     counts = count(source)
     text = f"valid: {_counts_text(counts)}"
     if not summed:
@@ -71,15 +71,16 @@ def validate(trace: TraceArgument, as_json: Json = False) -> None:
 
 @app.command()
 def repair(
-    path: Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="The trace whose recording was interrupted.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="TRACE|RUN", help="A trace that is damaged or whose recording was interrupted.")
+    ],
     out: Annotated[Path | None, typer.Option(help="Write the trace there and leave PATH as it is.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Turn an interrupted recording into a valid trace; a valid trace stays unchanged.
+    """Finish an interrupted recording, and leave out what is damaged; a trace that is whole stays unchanged.
 
-    Commands read a recording as it is, of a run that was killed or continues; this makes room and puts an end to it. A
-    run that was resumed and interrupted has a finished trace of its earlier part beside the recording. The recording
-    continues from that trace and replaces it; where responses would be lost, nothing is done without --out.
+    Commands read a recording as it is, of a run that was killed or continues; this puts an end to it. A damaged file
+    goes with the rows that are not valid without it. What was lost is printed and written to the manifest.
 
     Example: tltlab trace repair runs/demo/trace
     """

@@ -20,8 +20,8 @@ from tltlab.importers.sources import guess, is_log_folder, read
 from tltlab.importers.step_metrics import SEVERAL_TURNS, StepMetrics, metrics_table, steps_of, turns_note
 from tltlab.stats import Interval, paired_interval
 from tltlab.traces.metrics import rollout_s
-from tltlab.traces.recording import recording_of
-from tltlab.traces.trace import Trace
+from tltlab.traces.storage import is_unfinished
+from tltlab.traces.trace import Trace, locate
 
 ENOUGH_STEPS = 3  # below it an interval over RL steps says nothing
 LOG_TAIL_BYTES = 1 << 20  # what a run died of stands at the end of its log
@@ -236,7 +236,7 @@ def _turns(trace: Trace | None) -> str | None:
 
 def _trace_of(run: Path) -> tuple[Trace | None, str, Path | None]:
     """The trace, or why there is none, and a recording that was never finished. Raises TraceError."""
-    unfinished = next((r for place in (run, run / "trace") if (r := recording_of(place)).is_dir()), None)
+    unfinished = place if is_unfinished(place := locate(run)) else None
     try:
         trace = read(run)
     except TraceError as error:

@@ -300,8 +300,8 @@ def interrupted(run: RunEvidence) -> Findings:
     if run.unfinished is not None:
         yield problem(
             title,
-            f"{run.unfinished.name} is still there: the run was stopped, or continues.",
-            "Commands read it unchanged. If no run writes there any more, tltlab trace repair makes a trace of it.",
+            f"{run.unfinished.name} was not closed: the run was stopped, or continues.",
+            "Commands read it unchanged. If no run writes there any more, tltlab trace repair closes it.",
         )
     elif "repaired: " in notes:
         yield hint(

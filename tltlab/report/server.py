@@ -23,8 +23,8 @@ from tltlab.console import progress
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import in_progress
 from tltlab.importers.sources import read
-from tltlab.traces.recording import recording_of
-from tltlab.traces.schema import SUFFIX, is_trace
+from tltlab.traces.schema import is_trace
+from tltlab.traces.storage import is_unfinished
 from tltlab.traces.trace import locate, run_folder
 
 from .page import POLICY, Page, PageTable, Section, Served, render
@@ -98,29 +98,25 @@ class Runs:
         return replace(page, served=Served(home=".", live=any(_state(path) == _LIVE for path in paths)))
 
 
-_PARTS = ("trace", recording_of(Path("trace")).name, "checkpoints")
+_PARTS = ("trace", "checkpoints")
 """Folders in a run that are not runs themselves."""
 
 
 def _state(path: Path) -> str:
     inside = locate(path)
-    if inside.name.endswith(SUFFIX):
+    if is_unfinished(inside):
         return _LIVE if in_progress(inside) else "interrupted"
     return "finished" if is_trace(inside) else "no trace yet"
 
 
 def _is_run(folder: Path) -> bool:
-    trace = folder / "trace"
-    if trace.is_dir() or recording_of(trace).is_dir():
-        return True
-    return (folder / "run.json").is_file() or is_trace(folder)
+    return (folder / "trace").is_dir() or (folder / "run.json").is_file() or is_trace(folder)
 
 
 def _changed(path: Path) -> int:
     """When something that its page is made of was changed last, ns."""
-    trace = path / "trace"
     times = [0]
-    for folder in (path, trace, recording_of(trace)):
+    for folder in (path, path / "trace"):
         # Events come many to an RL step; a page that is made anew for each takes a core from the run.
         with suppress(OSError):
             inside = [file for file in folder.iterdir() if file.name != "events.jsonl"]

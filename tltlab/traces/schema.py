@@ -1,8 +1,9 @@
 """The trace format, version 1: its tables, their columns and its manifest; and the one builder of a trace's rows.
 
-A trace is a folder with `manifest.json` and one Parquet file per table. `workload` (what a policy may know before the
-rollout) and `outcomes` (what was measured) are required, the other tables optional. Times are seconds since the start
-of the RL step a row names (`steps.t_start`: since the start of the run). Unknown is null, never a sentinel.
+A trace is a folder with `manifest.json` and for each table a Parquet file `NAME.parquet`, or a folder `NAME/` of such
+files, its parts. `workload` (what a policy may know before the rollout) and `outcomes` (what was measured) are
+required, the other tables optional. Times are seconds since the start of the RL step a row names (`steps.t_start`:
+since the start of the run). Unknown is null, never a sentinel.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from datetime import datetime
 from itertools import repeat
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -23,16 +24,14 @@ from tltlab.arrays import Ints
 from tltlab.config import FrozenModel, faults
 from tltlab.drafters.specs import DrafterTraits
 from tltlab.errors import TraceError
-from tltlab.files import read_text, sealed, unsealed
+from tltlab.files import read_text, replace_durably, sealed, unsealed
+from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 FORMAT = "tltlab-trace"
 VERSION = 1
 MANIFEST_FILE = "manifest.json"
-SUFFIX = ".recording"
-"""Ends the name of the folder in which a trace is recorded: see `recording.recording_of`."""
-SUMS = "sums"
-"""The key of the manifest with the SHA-256 of every table's file, by its name."""
+_PARTS, _UNFINISHED = "parts", "unfinished"
 REQUIRED_TABLES = ("workload", "outcomes")
 
 KEY = ("rl_step", "prompt_id", "sample", "turn")
@@ -140,6 +139,9 @@ Row = dict[str, Any]
 A value given for a column is the same for all rows, or a list or array with a value per row.
 """
 
+Rows: TypeAlias = "Sequence[Mapping[str, Any]] | pa.Table"
+"""Rows of a table: a dict for each, or an Arrow table of its columns."""
+
 _NAMES = {name: tuple(schema.names) for name, schema in TABLES.items()}
 _REQUIRED = {name: {field.name for field in schema if not field.nullable} for name, schema in TABLES.items()}
 _FIELDS = attrgetter(*Strategy.__slots__)
@@ -192,32 +194,83 @@ class Manifest(FrozenModel):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a `manifest.json`; keys unknown to this version are ignored. Raises TraceError."""
-        try:
-            content: Any = unsealed(read_text(path))
-        except OSError as error:
-            raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise TraceError(f"{path}: not JSON, or not what was written: {error}") from error
-        if not isinstance(content, dict):
-            raise TraceError(f"{path}: got a {type(content).__name__}, a manifest is a JSON object")
-        if content.get("format") != FORMAT:
-            raise TraceError(f"{path}: format is {content.get('format')!r}, this reads {FORMAT!r}")
-        if isinstance(content.get("version"), bool) or content.get("version") != VERSION:
-            raise TraceError(f"{path}: version is {content.get('version')!r}, this reads version {VERSION}")
+        return cls._of(_content(path), path)
+
+    @classmethod
+    def _of(cls, content: Mapping[str, Any], path: Path) -> Self:
         try:
             return cls.model_validate({k: v for k, v in content.items() if k in cls.model_fields})
         except ValidationError as error:
             raise TraceError(f"{path}: {faults(error)}") from error
 
-    def to_json(self, sums: Mapping[str, str] | None = None) -> str:
+
+def _content(path: Path) -> dict[str, Any]:
+    """The JSON object of a manifest of this format and version. Raises TraceError."""
+    try:
+        content: Any = unsealed(read_text(path))
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise TraceError(f"{path}: not JSON, or not what was written: {error}") from error
+    if not isinstance(content, dict):
+        raise TraceError(f"{path}: got a {type(content).__name__}, a manifest is a JSON object")
+    if content.get("format") != FORMAT:
+        raise TraceError(f"{path}: format is {content.get('format')!r}, this reads {FORMAT!r}")
+    if isinstance(content.get("version"), bool) or content.get("version") != VERSION:
+        raise TraceError(f"{path}: version is {content.get('version')!r}, this reads version {VERSION}")
+    return content
+
+
+@frozen
+class Contents:
+    """What `manifest.json` says of its folder. The moment it is replaced is the one at which the trace is another.
+
+    `parts` has the SHA-256 of the files of tables, by their place in the folder; None: who wrote the trace gave none.
+    In a folder `NAME/` nothing else counts, and where a trace is `unfinished`, because its recording was not closed, no
+    file at all.
+    """
+
+    manifest: Manifest
+    parts: Mapping[str, str] | None = None
+    unfinished: bool = False
+
+    @classmethod
+    def read(cls, folder: Path) -> Contents:
+        """Read the manifest of a trace, also one of an earlier version, which had sums of whole tables. TraceError."""
+        file = folder / MANIFEST_FILE
+        content = _content(file)
+        parts = content.get(_PARTS, content.get("sums"))
+        if parts is not None and not (isinstance(parts, dict) and all(isinstance(s, str) for s in parts.values())):
+            raise TraceError(f"{file}: its {_PARTS!r} are no checksums by file")
+        unfinished = content.get(_UNFINISHED) is True
+        return cls(manifest=Manifest._of(content, file), parts=parts, unfinished=unfinished)
+
+    def write(self, folder: Path) -> None:
+        """Replace the manifest, durably and in one move. Raises OSError."""
+        replace_durably(folder / MANIFEST_FILE, self.to_json().encode())
+
+    def to_json(self) -> str:
         """The text of `manifest.json`, sealed (`files.sealed`); every field is there, or null.
 
         Empty `drafters`, and `drafting` and `without_iterations` of None, are left out.
-
-        `sums` are the SHA-256 of the files next to it, by name.
         """
-        content = self.model_dump() | ({} if sums is None else {SUMS: dict(sums)})
+        content = self.manifest.model_dump()
+        content |= {} if self.parts is None else {_PARTS: dict(self.parts)}
+        content |= {_UNFINISHED: True} if self.unfinished else {}
         return json.dumps(sealed(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def files_of(self, folder: Path, table: str) -> list[Path]:
+        """The files of a table, in the order of its rows; none where it is not there. Raises TraceError."""
+        whole, inside = folder / f"{table}.parquet", folder / table
+        if self.parts is not None:
+            named = [folder / part for part in self.parts]
+            files = [file for file in named if file.parent == inside] if inside.is_dir() else []
+        else:
+            files = sorted(inside.glob("*.parquet"), key=lambda file: (len(file.name), file.name))
+            if files and whole.exists():
+                raise TraceError(f"{folder}: has both {whole.name} and {table}/, and only one of them is the table")
+        counts = not self.unfinished or whole.name in (self.parts or {})
+        return [whole, *files] if counts and whole.exists() else files
 
 
 def is_trace(path: Path) -> bool:
@@ -234,6 +287,32 @@ def columns(table: str, **values: Any) -> Row:
     assert len(row) == len(values), f"{table} has no {values.keys() - row.keys()}"
     assert row.keys() >= _REQUIRED[table], f"{table} lacks {_REQUIRED[table] - row.keys()}"
     return row
+
+
+def by_column(name: str, rows: Rows) -> pa.Table:
+    """Rows as a table of the schema's columns, any of them with null. Raises TraceError naming the column."""
+    if name not in TABLES:
+        raise TraceError(f"no table named {name!r}; there are: {', '.join(TABLES)}")
+    given = set(rows.column_names) if isinstance(rows, pa.Table) else set().union(*rows)
+    if unknown := given.difference(TABLES[name].names):
+        raise TraceError(f"{name}: no column named {min(unknown)!r}; there are: {', '.join(TABLES[name].names)}")
+    # Null is refused where the row can be named.
+    fields = [field.with_nullable(True) for field in TABLES[name]]
+    if isinstance(rows, pa.Table):
+        columns = [rows[f.name] if f.name in given else pa.nulls(len(rows), f.type) for f in fields]
+        return pa.table(columns, names=TABLES[name].names).cast(pa.schema(fields))
+    # All columns in one go, which takes a third of the time.
+    try:
+        return pa.Table.from_struct_array(pa.array(rows, pa.struct(fields)))
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        # A column is at fault, which is named, or rows are no dicts.
+        columns = []
+        for field in fields:
+            try:
+                columns.append(pa.array([row.get(field.name) for row in rows], field.type))
+            except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+                raise TraceError(f"{name}: column {field.name}: {error}; it must be {field.type}") from error
+        return pa.table(columns, schema=pa.schema(fields))
 
 
 def as_rows(table: Row) -> list[Row]:

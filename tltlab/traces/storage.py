@@ -1,13 +1,13 @@
-"""One table of a trace, in memory, in a Parquet file or in a recording, and the rows of some RL steps of it."""
+"""One table of a trace, in memory or in Parquet files, and the rows of some RL steps of it; and writing such files."""
 
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Self
@@ -18,29 +18,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tltlab.arrays import Ints
-from tltlab.drafters.specs import DrafterTraits
 from tltlab.errors import ConfigError, InputError, TraceError
-from tltlab.files import (
-    fsync_file,
-    fsync_tree,
-    new_folder,
-    read_text,
-    replace_durably,
-    sha256_of,
-    unsealed,
-    write_durably,
-)
+from tltlab.files import LOCK, Hashing, fsync_tree, new_folder, sha256_of
 from tltlab.records import frozen
 
-from .schema import MANIFEST_FILE, SUFFIX, SUMS, TABLES, Manifest, is_trace
+from .schema import MANIFEST_FILE, TABLES, Contents, is_trace
 from .validate import TablePart, check_columns, conform
 
 MOST_ROWS = 1 << 24
 """Most rows of a table that is read as a whole, or of a row group of one that is not."""
-_STRING_BYTES = 16
-"""Bytes of one string in memory: its offset and about a dozen characters."""
+GROUP_BYTES = 8 << 20
+"""A row group holds rows of at least this many bytes in memory: small RL steps share one, since every row group costs
+memory in the footer of the file."""
 _ROWS_AT_ONCE = 1 << 14
 """Rows per batch when scanning `rl_step`."""
+_STEPS = 2**31
+"""RL steps are smaller."""
+_STRING_BYTES = 16
+"""Bytes of one string in memory: its offset and about a dozen characters."""
 
 
 def check_parquet(path: Path) -> None:
@@ -64,11 +59,13 @@ def check_parquet(path: Path) -> None:
 class TraceTable(ABC):
     """The rows of some RL steps of a table.
 
-    `rl_steps` are the RL steps that have rows, ascending, `rows_per_step` how many rows each of them has.
+    `rl_steps` are the RL steps that have rows, ascending, `rows_per_step` how many rows each of them has. `row_bytes`
+    is the memory that a row will take, about: 0 where it is in memory already.
     """
 
     rl_steps: Ints
     rows_per_step: Ints
+    row_bytes: float = 0.0
 
     @property
     def num_rows(self) -> int:
@@ -79,19 +76,25 @@ class TraceTable(ABC):
         """The rows of some RL steps, sorted (stably) by RL step (None: all)."""
 
     @abstractmethod
+    def part(self, rl_steps: Sequence[int]) -> TablePart:
+        """The conformed rows of some RL steps, in the order in which they were written."""
+
+    @abstractmethod
     def select(self, rl_steps: Sequence[int]) -> Self: ...
 
 
 class MemoryTable(TraceTable):
     """A conformed table in memory."""
 
-    def __init__(self, table: pa.Table):
+    def __init__(self, name: str, table: pa.Table):
         steps = table["rl_step"].to_numpy()
         if (np.diff(steps) < 0).any():
             order = np.argsort(steps, kind="stable")
             table, steps = table.take(order), steps[order]
+        self.name = name
         self._table = table
-        self.rl_steps, self._bounds = _runs(steps)
+        self.rl_steps, starts = np.unique(steps, return_index=True)
+        self._bounds = np.append(starts, len(steps))
         self.rows_per_step = np.diff(self._bounds)
 
     def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
@@ -103,123 +106,139 @@ class MemoryTable(TraceTable):
         bounds = [(self._bounds[run[0]], self._bounds[run[-1] + 1]) for run in runs]
         return pa.concat_tables([self._table[:0], *(self._table[start:end] for start, end in bounds)])
 
+    def part(self, rl_steps: Sequence[int]) -> TablePart:
+        return TablePart.of(self.name, self.load(rl_steps), self.name)
+
     def select(self, rl_steps: Sequence[int]) -> MemoryTable:
-        return MemoryTable(self.load(rl_steps))
-
-
-class StoredTable(TraceTable):
-    """A table that is not in memory; `row_bytes` is what a row would take there, about."""
-
-    name: str
-    row_bytes: float
-
-    def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
-        return MemoryTable(self.part(rl_steps).table).load(None)
-
-    @abstractmethod
-    def part(self, rl_steps: Sequence[int] | None) -> TablePart:
-        """The conformed rows of some RL steps (None: all), in the order in which they were written."""
+        return MemoryTable(self.name, self.load(rl_steps))
 
 
 @frozen
-class _Index:
-    """Where the rows of a file are, without a number per row.
+class _File:
+    """A Parquet file; `bounds` are the first rows of its row groups and the number of its rows."""
 
-    Rows `bounds[i]` to `bounds[i + 1]` are of the RL step `rl_steps[i]`, which may come again later;
-    `group_bounds` are the first rows of the row groups and the number of rows.
-    """
-
-    rl_steps: Ints
-    bounds: Ints
-    group_bounds: Ints
-    row_bytes: float
+    path: Path
     metadata: pq.FileMetaData
+    bounds: Ints
 
 
-class FileTable(StoredTable):
-    """A table in a Parquet file, or the rows of some RL steps in it; only row groups that hold them are read.
+_Index = Ints
+"""Where the rows of a table are: rows of a file's number, a row group's in it, an RL step, and how many rows it has."""
+
+
+class StoredTable(TraceTable):
+    """A table in Parquet files, or the rows of some RL steps in it; only row groups that hold them are read.
 
     Any layout of row groups will do. Reading some RL steps takes the memory of their rows and of one row group.
     """
 
-    def __init__(self, name: str, path: Path, index: _Index | None = None, runs: Ints | None = None):
-        """`runs` are the numbers of the index's runs of rows that count, None: all."""
-        self.name, self.path = name, path
-        self._index = self._read_index() if index is None else index
-        self._run_numbers: Ints = np.arange(len(self._index.rl_steps)) if runs is None else runs
-        counts = np.diff(self._index.bounds)[self._run_numbers]
-        self.rl_steps, at = np.unique(self._index.rl_steps[self._run_numbers], return_inverse=True)
-        self.rows_per_step = np.bincount(at, weights=counts, minlength=len(self.rl_steps)).astype(np.int64)
-        self.row_bytes = self._index.row_bytes
+    def __init__(self, name: str, files: Sequence[_File], index: _Index, row_bytes: float):
+        self.name, self.row_bytes = name, row_bytes
+        self._files, self._index = files, index
+        self.rl_steps, at = np.unique(index[:, 2], return_inverse=True)
+        self.rows_per_step = np.bincount(at, index[:, 3], len(self.rl_steps)).astype(np.int64)
 
-    def select(self, rl_steps: Sequence[int]) -> FileTable:
-        return FileTable(self.name, self.path, self._index, self._runs(rl_steps))
+    @classmethod
+    def open(cls, name: str, paths: Sequence[Path]) -> StoredTable:
+        """The table in these files, one after the other. Raises TraceError for wrong columns and RL steps."""
+        files, indexes, num_bytes = [], [np.zeros((0, 4), np.int64)], 0
+        for number, path in enumerate(paths):
+            file, index = _indexed(name, path)
+            files.append(file)
+            indexes.append(np.column_stack([np.full(len(index), number), index]))
+            num_bytes += sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
+        index = np.concatenate(indexes)
+        return cls(name, files, index, max(num_bytes / max(1, index[:, 3].sum()), _fixed_bytes(name)))
 
-    def _runs(self, rl_steps: Sequence[int] | None) -> Ints:
-        rl_step_of_run = self._index.rl_steps[self._run_numbers]
-        return self._run_numbers if rl_steps is None else self._run_numbers[np.isin(rl_step_of_run, rl_steps)]
+    def select(self, rl_steps: Sequence[int]) -> StoredTable:
+        index = self._index[np.isin(self._index[:, 2], rl_steps)]
+        return StoredTable(self.name, self._files, index, self.row_bytes)
 
-    def part(self, rl_steps: Sequence[int] | None) -> TablePart:
-        runs = self._runs(rl_steps)
-        rows = _ranges(self._index.bounds[runs], self._index.bounds[runs + 1])
-        bounds = self._index.group_bounds
-        cuts = np.searchsorted(rows, bounds)
-        groups = np.flatnonzero(np.diff(cuts))
-        partly = np.diff(cuts)[groups] < np.diff(bounds)[groups]
+    def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
+        return MemoryTable(self.name, self._part(rl_steps).table).load(None)
+
+    def part(self, rl_steps: Sequence[int]) -> TablePart:
+        return self._part(rl_steps)
+
+    def _part(self, rl_steps: Sequence[int] | None) -> TablePart:
+        index = self._index if rl_steps is None else self._index[np.isin(self._index[:, 2], rl_steps)]
+        parts = [self._rows(self._files[number], index[index[:, 0] == number]) for number in np.unique(index[:, 0])]
+        return TablePart.joined(self.name, parts)
+
+    def _rows(self, file: _File, index: _Index) -> TablePart:
+        """The conformed rows of a file that are in the index."""
+        groups, at = np.unique(index[:, 1], return_inverse=True)
+        sizes = file.bounds[groups + 1] - file.bounds[groups]
+        partly = np.bincount(at, index[:, 3]) < sizes
         borders = np.flatnonzero(partly[1:] | partly[:-1]) + 1
-        tables = []
+        tables, rows = [], []
         # The footer of a long trace is megabytes; it is parsed once.
-        with self._open(self._index.metadata) as file:
-            for run, cut in zip(np.split(groups, borders), np.split(partly, borders), strict=True):
-                table = self._read(file, TABLES[self.name].names, run.tolist())
-                if cut.any():
+        with _open(file.path, file.metadata) as parquet:
+            for run in np.split(np.arange(len(groups)), borders):
+                table = _read(parquet, file.path, TABLES[self.name].names, groups[run].tolist())
+                number = np.concatenate([np.arange(*file.bounds[group : group + 2]) for group in groups[run]])
+                if partly[run].any():
+                    wanted = np.flatnonzero(np.isin(_rl_steps(self.name, file.path, table), index[:, 2]))
                     # A copy, not a slice: a slice would keep the whole row group.
-                    table = table.take(rows[cuts[run[0]] : cuts[run[0] + 1]] - bounds[run[0]])
+                    table, number = table.take(wanted), number[wanted]
                 tables.append(table)
-        return conform(TablePart(name=self.name, file=str(self.path), table=pa.concat_tables(tables), rows=rows))
+                rows.append(number)
+        source = (str(file.path), np.concatenate(rows))
+        return conform(TablePart(name=self.name, table=pa.concat_tables(tables), sources=(source,)))
 
-    def _read_index(self) -> _Index:
-        with self._open(None) as file:
-            check_columns(self.name, str(self.path), file.schema_arrow)
-            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-            if (most := max((group.num_rows for group in groups), default=0)) > MOST_ROWS:
-                raise TraceError(
-                    f"{self.path}: a row group has {most:,} rows, and at most {MOST_ROWS:,} are read at once: write "
-                    "one for each RL step"
-                )
-            bounds = np.cumsum([0, *(group.num_rows for group in groups)], dtype=np.int64)
-            steps, starts = [np.arange(0)], [np.arange(0)]
-            borders = np.flatnonzero(np.diff(bounds[1:] // _ROWS_AT_ONCE)) + 1
-            for run in np.split(np.arange(len(groups)), borders) if groups else ():
-                table, first = self._read(file, ["rl_step"], run.tolist()), bounds[run[0]]
-                rows = np.arange(first, first + len(table))
-                part = TablePart(name=self.name, file=str(self.path), table=table, rows=rows)
-                run_steps, inner = _runs(_rl_steps(part))
-                steps.append(run_steps)
-                starts.append(inner[:-1] + first)
-            stored = sum(group.total_byte_size for group in groups) / max(1, file.metadata.num_rows)
-            return _Index(
-                rl_steps=np.concatenate(steps),
-                bounds=np.append(np.concatenate(starts), file.metadata.num_rows).astype(np.int64),
-                group_bounds=bounds,
-                row_bytes=max(stored, fixed_bytes(self.name)),
-                metadata=file.metadata,
+
+def _indexed(name: str, path: Path) -> tuple[_File, Ints]:
+    """A file, and for each of its row groups and RL steps in it how many rows there are, [n, 3]."""
+    with _open(path, None) as parquet:
+        check_columns(name, str(path), parquet.schema_arrow)
+        sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.metadata.num_row_groups)]
+        if max(sizes, default=0) > MOST_ROWS:
+            raise TraceError(
+                f"{path}: a row group has {max(sizes):,} rows, and at most {MOST_ROWS:,} are read at once: write one "
+                "for each RL step"
             )
+        bounds = np.cumsum([0, *sizes], dtype=np.int64)
+        found, counts, first = [np.arange(0)], [np.arange(0)], 0
+        for table in _scan(parquet, path):
+            steps = _rl_steps(name, path, table, first)
+            group = np.searchsorted(bounds, np.arange(first, first + len(steps)), side="right") - 1
+            of_batch, num = np.unique(group * _STEPS + steps, return_counts=True)
+            found.append(of_batch)
+            counts.append(num)
+            first += len(steps)
+        codes, at = np.unique(np.concatenate(found), return_inverse=True)
+        num_rows = np.bincount(at, np.concatenate(counts), len(codes)).astype(np.int64)
+        index = np.column_stack([codes // _STEPS, codes % _STEPS, num_rows])
+        return _File(path=path, metadata=parquet.metadata, bounds=bounds), index
 
-    def _open(self, metadata: pq.FileMetaData | None) -> pq.ParquetFile:
-        if not self.path.is_file():
-            raise TraceError(f"{self.path}: not a readable Parquet file: it is no file")
-        try:
-            return pq.ParquetFile(self.path, metadata=metadata, page_checksum_verification=True)
-        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-            raise TraceError(f"{self.path}: not a readable Parquet file (cut off?): {error}") from error
 
-    def _read(self, file: pq.ParquetFile, columns: list[str], groups: list[int]) -> pa.Table:
-        names = file.schema_arrow.names
-        try:
-            return file.read_row_groups(groups, columns=[column for column in columns if column in names])
-        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-            raise TraceError(f"{self.path}: cannot be read (damaged?): {error}") from error
+_DAMAGE = (OSError, pa.ArrowException, UnicodeDecodeError)
+
+
+def _open(path: Path, metadata: pq.FileMetaData | None) -> pq.ParquetFile:
+    if not path.is_file():
+        raise TraceError(f"{path}: not a readable Parquet file: it is no file")
+    try:
+        return pq.ParquetFile(path, metadata=metadata, page_checksum_verification=True)
+    except _DAMAGE as error:
+        raise TraceError(f"{path}: not a readable Parquet file (cut off?): {error}") from error
+
+
+def _read(parquet: pq.ParquetFile, path: Path, columns: list[str], groups: list[int]) -> pa.Table:
+    names = parquet.schema_arrow.names
+    try:
+        return parquet.read_row_groups(groups, columns=[column for column in columns if column in names])
+    except _DAMAGE as error:
+        raise TraceError(f"{path}: cannot be read (damaged?): {error}") from error
+
+
+def _scan(parquet: pq.ParquetFile, path: Path) -> Iterator[pa.Table]:
+    """The RL steps of all rows, some at a time."""
+    try:
+        for batch in parquet.iter_batches(_ROWS_AT_ONCE, columns=["rl_step"]):
+            yield pa.Table.from_batches([batch])
+    except _DAMAGE as error:
+        raise TraceError(f"{path}: cannot be read (damaged?): {error}") from error
 
 
 class ReadTable(TraceTable):
@@ -229,7 +248,7 @@ class ReadTable(TraceTable):
         selected = np.isin(stored.rl_steps, rl_steps)
         self.rl_steps, self.rows_per_step = stored.rl_steps[selected], stored.rows_per_step[selected]
         self._stored = stored
-        self._memory = memory or cache(lambda: MemoryTable(stored.load(None)))
+        self._memory = memory or cache(lambda: MemoryTable(stored.name, stored.load(None)))
 
     def _matching(self, rl_steps: Sequence[int] | None) -> list[int]:
         chosen = self.rl_steps if rl_steps is None else self.rl_steps[np.isin(self.rl_steps, rl_steps)]
@@ -238,69 +257,110 @@ class ReadTable(TraceTable):
     def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
         return self._memory().load(self._matching(rl_steps))
 
+    def part(self, rl_steps: Sequence[int]) -> TablePart:
+        return self._memory().part(self._matching(rl_steps))
+
     def select(self, rl_steps: Sequence[int]) -> ReadTable:
         return ReadTable(self._stored, self._matching(rl_steps), self._memory)
 
 
-def seal(folder: Path) -> None:
-    """Write into the manifest of a whole new trace the sum of every table next to it. Raises OSError."""
-    file = folder / MANIFEST_FILE
-    sums = {table.name: sha256_of(table) for table in sorted(folder.glob("*.parquet"))}
-    write_durably(file, Manifest.read(file).to_json(sums).encode())
+def damaged(folder: Path, contents: Contents) -> list[str]:
+    """The parts of a trace that are there and not what was written; in a folder `NAME/` also those that are gone."""
+    there = [file for name in TABLES for file in contents.files_of(folder, name)]
+    places = {file.relative_to(folder).as_posix(): file for file in there}
+    return [place for place, file in places.items() if not _is_written(file, (contents.parts or {}).get(place))]
 
 
-def put_sum(folder: Path, name: str, digest: str | None, drafters: Mapping[str, DrafterTraits] = {}) -> None:
-    """Set the sum of a file in the manifest, or remove it with None; a trace without sums stays so. Raises OSError.
-
-    `drafters` are added to those of the manifest.
-    """
-    file = folder / MANIFEST_FILE
-    sums, manifest = unsealed(read_text(file)).get(SUMS), Manifest.read(file)
-    if isinstance(sums, dict):
-        sums.pop(name, None)
-        sums |= {} if digest is None else {name: digest}
-    if isinstance(sums, dict) or drafters:
-        manifest = manifest.model_copy(update={"drafters": {**manifest.drafters, **drafters}})
-        replace_durably(file, manifest.to_json(sums).encode())
-
-
-def check_sums(folder: Path) -> bool:
-    """TraceError where a table is not the one that was written; False where some table there has no sum."""
-    tables = [f"{name}.parquet" for name in TABLES if (folder / f"{name}.parquet").exists()]
+def _is_written(file: Path, sha256: str | None) -> bool:
     try:
-        sums = unsealed(read_text(folder / MANIFEST_FILE)).get(SUMS)
-        if not isinstance(sums, dict):
-            return False
-        for name in tables:
-            if name in sums and sha256_of(folder / name) != sums[name]:
-                raise TraceError(
-                    f"{folder / name}: not what was written: damaged, or changed by hand, and then remove {SUMS!r} and "
-                    f"'sha256' from {MANIFEST_FILE}"
-                )
-    except (OSError, ValueError, AttributeError) as error:
-        raise TraceError(f"{folder}: its sums cannot be checked: {error}") from error
-    return set(tables) <= set(sums)
+        return sha256 is None or sha256_of(file) == sha256
+    except OSError:
+        return False
 
 
-def write_parquet(path: Path, name: str, table: TraceTable) -> None:
-    """Write one row group per RL step, and wait until it is on the disk."""
-    with parquet_writer(path, name) as writer:
-        for rl_step in table.rl_steps.tolist():
-            rows = table.load([rl_step])
-            writer.write_table(rows, row_group_size=len(rows))
-    fsync_file(path)
+def refuse_damaged(folder: Path, contents: Contents) -> None:
+    """TraceError where a part is not the one that was written."""
+    if places := damaged(folder, contents):
+        raise TraceError(
+            f"{folder / places[0]}: not what was written: damaged, and 'tltlab trace repair' saves the rest, or "
+            f"changed by hand, and then remove 'parts' (or 'sums') and 'sha256' from {MANIFEST_FILE}"
+        )
 
 
-def parquet_writer(path: Path, name: str) -> pq.ParquetWriter:
-    """A writer for the file of a table; what repeats, such as prompt_id, is written once per row group."""
-    # With page checksums a reader distinguishes a damaged file from strange data.
-    return pq.ParquetWriter(path, TABLES[name], compression="zstd", write_page_checksum=True)
+def has_checksums(folder: Path) -> bool:
+    """Return True if every file of a table has a checksum. Raises TraceError."""
+    contents = Contents.read(folder)
+    there = {file.relative_to(folder).as_posix() for name in TABLES for file in contents.files_of(folder, name)}
+    return there <= set(contents.parts or ())
+
+
+class TableWriter:
+    """Writes rows of a table to a Parquet file; `num_rows` are those so far, `sha256` is that of the whole file.
+
+    Rows wait until they make a row group of `group_bytes` of memory.
+    """
+
+    def __init__(self, file: pq.ParquetWriter, group_bytes: int):
+        self.num_rows = 0
+        self.sha256 = ""
+        self._file, self._group_bytes = file, group_bytes
+        self._waiting: list[pa.Table] = []
+
+    def append(self, table: pa.Table) -> None:
+        """Add rows of the table's schema. Raises OSError."""
+        self._waiting.append(table)
+        self.num_rows += len(table)
+        if sum(waiting.nbytes for waiting in self._waiting) >= self._group_bytes:
+            self.end_group()
+
+    def end_group(self) -> None:
+        """Write the rows that wait."""
+        waiting, self._waiting = [table for table in self._waiting if len(table)], []
+        if waiting:
+            rows = pa.concat_tables(waiting)
+            self._file.write_table(rows, row_group_size=len(rows))
+
+
+@contextmanager
+def table_writer(path: Path, name: str, group_bytes: int | None = None) -> Iterator[TableWriter]:
+    """A writer for a file of a table, which is on the disk when the block ended well. Raises OSError.
+
+    What repeats, such as prompt_id, is written once per row group. Row groups have at least GROUP_BYTES, with
+    `group_bytes` 0 they are what was appended.
+    """
+    with open(path, "wb") as file:
+        hashing = Hashing(file)
+        # With page checksums a reader distinguishes a damaged file from strange data.
+        with pq.ParquetWriter(hashing, TABLES[name], compression="zstd", write_page_checksum=True) as parquet:
+            writer = TableWriter(parquet, GROUP_BYTES if group_bytes is None else group_bytes)
+            yield writer
+            writer.end_group()
+        file.flush()
+        os.fsync(file.fileno())
+    writer.sha256 = hashing.hexdigest()
+
+
+def write_tables(folder: Path, tables: Mapping[str, TraceTable]) -> dict[str, str]:
+    """Write a file for each table, a row group for each RL step; their SHA-256 by place. Raises OSError."""
+    parts = {}
+    for name, table in tables.items():
+        with table_writer(folder / f"{name}.parquet", name, 0) as writer:
+            for rl_step in table.rl_steps.tolist():
+                writer.append(table.load([rl_step]))
+        parts[f"{name}.parquet"] = writer.sha256
+    return parts
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Return True if there is a recording that was not closed: in progress, or interrupted."""
+    try:
+        return Contents.read(folder).unfinished
+    except TraceError:
+        return False
 
 
 def refuse_foreign_target(path: Path) -> None:
     """Raise ConfigError where writing a trace to `path` would destroy something that is no trace."""
-    if path.name.endswith(SUFFIX):
-        raise ConfigError(f"{path}: so recordings are called that are in progress or interrupted; name another place")
     if path.is_dir():
         if any(path.iterdir()) and not is_trace(path):
             raise ConfigError(f"{path} is a folder with other things in it, not a trace; name another place")
@@ -309,32 +369,24 @@ def refuse_foreign_target(path: Path) -> None:
 
 
 @contextmanager
-def new_trace_folder(path: Path) -> Iterator[Path]:
+def new_trace_folder(path: Path, *, repairs: bool = False) -> Iterator[Path]:
     """A folder to fill; where the block ends well it takes the place of the trace at `path` in one move.
 
-    Raises ConfigError where `path` is something that is no trace, OSError where the disk refuses.
+    Raises ConfigError where `path` is something that is no trace, or a recording that was not closed unless this
+    `repairs` it; OSError where the disk refuses.
     """
     refuse_foreign_target(path)
+    if not repairs and is_unfinished(path):
+        raise ConfigError(
+            f"{path}: a recording is there, in progress or interrupted; 'tltlab trace repair {path}' ends it, or name "
+            "another place"
+        )
     with new_folder(path, durable=True) as new:
         yield new
-        seal(new)
         carry_over(path, new)
 
 
-def _runs(steps: Ints) -> tuple[Ints, Ints]:
-    """Runs of equal RL steps: their RL steps (n) and their bounds (n + 1). [4, 4, 7]: [4, 7] and [0, 2, 3]."""
-    starts = np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1)) if len(steps) else np.arange(0)
-    return steps[starts].astype(np.int64), np.append(starts, len(steps)).astype(np.int64)
-
-
-def _ranges(starts: Ints, ends: Ints) -> Ints:
-    """All numbers of some ranges: [2, 7], [4, 8] is [2, 3, 7]."""
-    counts = ends - starts
-    offset = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) if len(counts) else starts
-    return np.arange(int(counts.sum())) + offset
-
-
-def fixed_bytes(name: str) -> float:
+def _fixed_bytes(name: str) -> float:
     """Bytes of a row in memory without its lists. File sizes do not show this, since repeated values are compressed."""
     widths = [
         field.type.bit_width / 8 if pa.types.is_primitive(field.type) else _STRING_BYTES for field in TABLES[name]
@@ -342,15 +394,16 @@ def fixed_bytes(name: str) -> float:
     return float(sum(widths))
 
 
-def _rl_steps(part: TablePart) -> Ints:
+def _rl_steps(name: str, path: Path, table: pa.Table, first: int = 0) -> Ints:
     """The RL step of every row; a fault in it is found here, before the rows are cut by RL step."""
-    if pa.types.is_dictionary(part.table["rl_step"].type):
-        decoded = part.table["rl_step"].cast(part.table["rl_step"].type.value_type)
-        part = replace(part, table=pa.table({"rl_step": decoded}))
-    if part.table["rl_step"].null_count:
+    column = table["rl_step"]
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    part = TablePart.of(name, pa.table({"rl_step": column}), str(path), first)
+    if column.null_count:
         part.require(part.is_known("rl_step"), "rl_step", "got null, this column has no unknown values")
     steps = part.numpy("rl_step")
-    part.require((steps >= 0) & (steps < 2**31) & (steps == np.floor(steps)), "rl_step", "got {}, not an RL step")
+    part.require((steps >= 0) & (steps < _STEPS) & (steps == np.floor(steps)), "rl_step", "got {}, not an RL step")
     whole: Ints = steps.astype(np.int64)
     return whole
 
@@ -371,9 +424,9 @@ def frame_to_arrow(name: str, frame: pd.DataFrame) -> pa.Table:
 
 def carry_over(old: Path, new: Path) -> None:
     """Copy what is in an old trace folder and not of the format, such as a LICENSE or costs.json."""
-    format_files = {MANIFEST_FILE, *(f"{name}.parquet" for name in TABLES)}
+    of_format = {MANIFEST_FILE, LOCK, *TABLES, *(f"{name}.parquet" for name in TABLES)}
     for item in sorted(old.iterdir()) if old.is_dir() else ():
-        if item.name not in format_files:
+        if item.name not in of_format:
             if item.is_dir() and not item.is_symlink():
                 shutil.copytree(item, new / item.name, symlinks=True)
             else:

@@ -9,19 +9,13 @@ from typing import Any, Self
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from tltlab.errors import InputError, TraceError
-from tltlab.files import fsync_file, write_durably
 
 from . import metrics
-from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
-from .storage import cannot_write, new_trace_folder, parquet_writer
+from .schema import REQUIRED_TABLES, Contents, Manifest
+from .storage import TableWriter, cannot_write, new_trace_folder, table_writer
 from .trace import Trace, checked
-
-GROUP_BYTES = 8 << 20
-"""A row group holds whole RL steps of at least this many bytes in memory: small RL steps share one, since every row
-group costs memory in the footer of the file."""
 
 
 class StreamWriter:
@@ -41,8 +35,8 @@ class StreamWriter:
         self.manifest = manifest
         self.num_rl_steps = 0
         self._last = -1
-        self._stack = ExitStack()
-        self._writers: dict[str, _TableWriter] = {}
+        self._stack, self._files = ExitStack(), ExitStack()
+        self._writers: dict[str, TableWriter] = {}
         self._failure: InputError | None = None
 
     def __enter__(self) -> Self:
@@ -50,6 +44,7 @@ class StreamWriter:
             self._folder = self._stack.enter_context(new_trace_folder(self.path))
         except OSError as error:
             raise cannot_write(self.path, error) from error
+        self._stack.push(self._files)
         return self
 
     def append(
@@ -77,9 +72,10 @@ class StreamWriter:
         self._last = max([self._last, *steps])
         self.num_rl_steps += len(tables["workload"].rl_steps)
 
-    def _writer(self, name: str) -> _TableWriter:
+    def _writer(self, name: str) -> TableWriter:
         if name not in self._writers:
-            self._writers[name] = _TableWriter(self._folder, name, self._stack)
+            file = self._folder / f"{name}.parquet"
+            self._writers[name] = self._files.enter_context(table_writer(file, name))
         return self._writers[name]
 
     def __exit__(
@@ -92,43 +88,15 @@ class StreamWriter:
             if self._failure is not None:  # The caller continued, but part of an RL step may be missing.
                 raise self._failure
             try:
-                for name in dict.fromkeys((*REQUIRED_TABLES, *self._writers)):
-                    self._writer(name).close()
+                for name in REQUIRED_TABLES:
+                    self._writer(name)
+                self._files.close()
                 manifest = self.manifest.model_copy(update={"num_rl_steps": self.num_rl_steps})
-                write_durably(self._folder / MANIFEST_FILE, manifest.to_json().encode())
+                parts = {f"{name}.parquet": writer.sha256 for name, writer in self._writers.items()}
+                Contents(manifest=manifest, parts=parts).write(self._folder)
                 self._stack.close()
             except OSError as failed:
                 raise cannot_write(self.path, failed) from failed
-
-
-class _TableWriter:
-    """One table's file; rows wait until they make a row group."""
-
-    def __init__(self, folder: Path, name: str, stack: ExitStack):
-        self._path = folder / f"{name}.parquet"
-        self._schema = TABLES[name]
-        self._file: pq.ParquetWriter = stack.enter_context(parquet_writer(self._path, name))
-        self._waiting: list[pa.Table] = []
-        self._bytes = 0
-        self.num_rows = 0
-
-    def append(self, table: pa.Table) -> None:
-        self._waiting.append(table)
-        self._bytes += table.nbytes
-        self.num_rows += len(table)
-        if self._bytes >= GROUP_BYTES:
-            self._flush()
-
-    def close(self) -> None:
-        self._flush()
-        self._file.close()
-        fsync_file(self._path)
-
-    def _flush(self) -> None:
-        rows = pa.concat_tables([self._schema.empty_table(), *self._waiting])
-        if len(rows):
-            self._file.write_table(rows, row_group_size=len(rows))
-        self._waiting, self._bytes = [], 0
 
 
 def describe(trace: Trace) -> dict[str, Any]:

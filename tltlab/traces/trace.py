@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,20 @@ import pyarrow as pa
 from tltlab.console import progress
 from tltlab.drafters.specs import Drafters
 from tltlab.errors import TraceError
-from tltlab.files import in_progress, write_durably
+from tltlab.files import in_progress
 
-from .recording import EngineTrace, merge_recordings, recorded_tables, recording_of
-from .schema import MANIFEST_FILE, REQUIRED_TABLES, SUFFIX, TABLES, Manifest, is_trace
+from .engines import EngineTrace, merge_recordings
+from .schema import KEY, MANIFEST_FILE, REQUIRED_TABLES, TABLES, Contents, Manifest, is_trace
 from .storage import (
-    FileTable,
     MemoryTable,
     ReadTable,
     StoredTable,
     TraceTable,
     cannot_write,
-    check_sums,
     frame_to_arrow,
     new_trace_folder,
-    write_parquet,
+    refuse_damaged,
+    write_tables,
 )
 from .validate import TablePart, check, conform
 
@@ -64,7 +63,7 @@ class Trace:
         self.manifest = manifest
         self.path = path
         self.rl_steps = rl_steps
-        self._tables = dict(tables)
+        self.tables = dict(tables)
         self._frames: dict[str, pd.DataFrame] = {}
 
     @cached_property
@@ -91,16 +90,16 @@ class Trace:
     def arrow(self, name: str, rl_step: int | None = None) -> pa.Table | None:
         """A table, or its rows of one RL step, as Arrow; None where the trace has no such table."""
         assert name in TABLES, name
-        if name not in self._tables:
+        if name not in self.tables:
             return None
-        return self._tables[name].load(None if rl_step is None else [rl_step])
+        return self.tables[name].load(None if rl_step is None else [rl_step])
 
     def table(self, name: str, *, rl_step: int | None = None) -> pd.DataFrame | None:
         """A table as a DataFrame; None where the trace has no such table.
 
         With `rl_step` only that RL step is read and nothing is kept, for traces larger than memory.
         """
-        if rl_step is not None or name not in self._tables:
+        if rl_step is not None or name not in self.tables:
             part = self.arrow(name, rl_step)
             return None if part is None else part.to_pandas()
         if name not in self._frames:
@@ -111,7 +110,7 @@ class Trace:
 
     def num_rows(self, name: str) -> int:
         """Rows of a table, 0 where the trace has no such table; nothing is read."""
-        return self._tables[name].num_rows if name in self._tables else 0
+        return self.tables[name].num_rows if name in self.tables else 0
 
     @property
     def workload(self) -> pd.DataFrame:
@@ -132,14 +131,14 @@ class Trace:
     @property
     def names(self) -> tuple[str, ...]:
         """The tables this trace has."""
-        return tuple(name for name in TABLES if name in self._tables)
+        return tuple(name for name in TABLES if name in self.tables)
 
     def select(self, rl_steps: Sequence[int]) -> Trace:
         """The trace of some of its RL steps. Raises TraceError for one it has not."""
         selected = sorted(set(rl_steps))
         if missing := set(selected) - set(self.rl_steps):
             raise TraceError(f"{self.path or 'trace'}: no rl_step {min(missing)}; there are: {_few(self.rl_steps)}")
-        return self._of_steps(selected, selected, self._tables)
+        return self._of_steps(selected, selected, self.tables)
 
     def iter_rl_steps(self) -> Iterator[Trace]:
         """One-step traces in order: the way through a trace larger than memory.
@@ -150,7 +149,7 @@ class Trace:
         for part in self.parts():
             shared = {
                 name: ReadTable(table, table.rl_steps.tolist()) if isinstance(table, StoredTable) else table
-                for name, table in part._tables.items()
+                for name, table in part.tables.items()
             }
             yield from (self._of_steps([rl_step], [rl_step], shared) for rl_step in part.rl_steps)
 
@@ -159,40 +158,48 @@ class Trace:
 
         A trace in memory, or one that small, is its only part. All rows of all tables are in one part.
         """
-        chunks = _chunks(_stored_tables(self))
+        chunks = _chunks(self.tables)
         if len(chunks) < 2:
             yield self
             return
         whole = set(self.rl_steps)
         for chunk in chunks:
-            yield self._of_steps([rl_step for rl_step in chunk if rl_step in whole], chunk, self._tables)
+            yield self._of_steps([rl_step for rl_step in chunk if rl_step in whole], chunk, self.tables)
 
     def with_manifest(self, manifest: Manifest) -> Trace:
         """The same tables under another manifest."""
-        return Trace(manifest, self._tables, self.rl_steps, self.path)
+        return Trace(manifest, self.tables, self.rl_steps, self.path)
 
     def in_memory(self) -> Trace:
         """The same with all tables read."""
-        tables = {name: MemoryTable(table.load(None)) for name, table in self._tables.items()}
+        tables = {name: MemoryTable(name, table.load(None)) for name, table in self.tables.items()}
         return Trace(self.manifest, tables, self.rl_steps, self.path)
+
+    def filtered(self, keeps: Callable[[str, int], bool]) -> Trace:
+        """The same without the rows of RL steps in tables that `keeps` is not true for; it is not checked anew."""
+        tables = {
+            name: table.select([rl_step for rl_step in table.rl_steps.tolist() if keeps(name, rl_step)])
+            for name, table in self.tables.items()
+        }
+        rl_steps = _steps_of(tables)
+        return Trace(self.manifest.model_copy(update={"num_rl_steps": len(rl_steps)}), tables, rl_steps, self.path)
 
     def replace(self, *, manifest: Manifest | None = None, **tables: pd.DataFrame | pa.Table | None) -> Trace:
         """The same trace with some tables (None: without them) or the manifest replaced, checked anew."""
-        old: dict[str, pd.DataFrame | pa.Table | None] = {name: self.arrow(name) for name in self._tables}
+        old: dict[str, pd.DataFrame | pa.Table | None] = {name: self.arrow(name) for name in self.tables}
         return Trace.from_tables(manifest or self.manifest, {**old, **tables})
 
-    def write(self, path: str | Path) -> Path:
+    def write(self, path: str | Path, *, repairs: bool = False) -> Path:
         """Write the trace folder `path` in one move: a killed writer leaves the old trace or none.
 
-        Row groups are cut at RL steps; same tables, same bytes. A trace at `path` is replaced, files in it that are
-        not the format's are kept; anything else there is a ConfigError.
+        A file for each table, row groups cut at RL steps; same tables, same bytes. A trace at `path` is replaced, files
+        in it that are not the format's are kept; anything else there is a ConfigError, and so is a recording that was
+        not closed, unless this `repairs` it.
         """
         path = Path(path)
         try:
-            with new_trace_folder(path) as new:
-                for name, table in self._tables.items():
-                    write_parquet(new / f"{name}.parquet", name, table)
-                write_durably(new / MANIFEST_FILE, self.manifest.to_json().encode())
+            with new_trace_folder(path, repairs=repairs) as new:
+                Contents(manifest=self.manifest, parts=write_tables(new, self.tables)).write(new)
         except OSError as error:
             raise cannot_write(path, error) from error
         return path
@@ -217,11 +224,10 @@ def read(path: str | Path) -> Trace:
 
     `tltlab.read` takes dumps, logs and response lengths too.
 
-    Where there is no finished trace the recording of one is read, of a run that was killed or still continues:
-    responses that are whole and durable. A note "unfinished: ..." goes to its manifest and to standard error.
-    Recordings that several engines of a run made at once as PATH, PATH-1, PATH-2 ... are one trace, at PATH or at the
-    folder that holds nothing else (see `recording.merge_recordings`). Tables are loaded when they are used, at once
-    where a recording continues or several are merged; the check itself streams.
+    Of a run that was killed or still continues responses are read that are whole and durable. A note "unfinished: ..."
+    goes to the manifest and to standard error. Recordings that several engines of a run made at once as PATH, PATH-1,
+    PATH-2 ... are one trace, at PATH or at the folder that holds nothing else (see `engines.merge_recordings`). Tables
+    are loaded when they are used, at once where a recording continues or several are merged; the check itself streams.
     """
     place = locate(path)
     if place.is_dir() and not (place / MANIFEST_FILE).exists():
@@ -232,7 +238,7 @@ def read(path: str | Path) -> Trace:
 
 
 def together(traces: Sequence[Trace]) -> Trace:
-    """One trace of what several engines of a run recorded, in memory: see `recording.merge_recordings`."""
+    """One trace of what several engines of a run recorded, in memory: see `engines.merge_recordings`."""
     parts = [_engine_trace(trace) for trace in traces]
     manifest, tables = merge_recordings(parts)
     report(Path(parts[0].place), (manifest.notes or "").rpartition("; ")[2])
@@ -246,8 +252,9 @@ def _engine_trace(trace: Trace) -> EngineTrace:
 
 def _only_run(folder: Path) -> Path:
     """The trace in a folder that stands for all that are in it. Raises TraceError for none, and for several runs."""
-    names = sorted({item.name.removesuffix(SUFFIX) for item in folder.iterdir() if is_trace(item)}, key=_number)
+    names = sorted((item.name for item in folder.iterdir() if is_trace(item)), key=_number)
     if not names:
+        refuse_earlier(folder)
         raise TraceError(f"{folder}: no {MANIFEST_FILE} in it, so this is not a trace")
     first = locate(folder / names[0])
     if len(names) > 1 and _number(names[0])[0] == _number(names[-1])[0]:
@@ -269,8 +276,8 @@ def _engines(first: Path, trace: Trace) -> list[Trace]:
 
     One with a lower number that is of the same run stands for the run: then `trace` is only itself.
     """
-    base, number = _number(first.name.removesuffix(SUFFIX))
-    names = {item.name.removesuffix(SUFFIX) for item in first.parent.glob(f"{glob.escape(base)}*") if is_trace(item)}
+    base, number = _number(first.name)
+    names = {item.name for item in first.parent.glob(f"{glob.escape(base)}*") if is_trace(item)}
     siblings = {_number(name)[1]: name for name in names if _number(name)[0] == base and _number(name)[1] != number}
     if trace.manifest.kind != "recorded" or not siblings:
         return [trace]
@@ -291,58 +298,57 @@ def _engines(first: Path, trace: Trace) -> list[Trace]:
 
 
 def read_one(place: Path) -> Trace:
-    """Read and check the trace or recording that is at this very place, as `read` does."""
-    if place.name.endswith(SUFFIX) and (place / MANIFEST_FILE).exists():
+    """Read and check the trace that is at this very place, as `read` does."""
+    while True:
+        contents = _contents(place)
+        goes_on = contents.unfinished and in_progress(place)
         try:
-            return _read_unfinished(place)
+            trace, notes = open_trace(place, contents), list[str]()
+            if contents.unfinished:
+                trace = as_far_as_recorded(trace, notes)
+            check_tables(trace)
+            if goes_on:
+                # Parts may go that are read later.
+                trace = trace.in_memory()
         except TraceError:
-            if place.exists():
+            if Contents.read(place) == contents:
                 raise
-            # The recording was closed meanwhile.
-            return read_one(place.with_name(place.name.removesuffix(SUFFIX)))
-    trace = _open_trace(place)
-    _check(trace)
-    return trace
+            continue
+        if not contents.unfinished:
+            return trace
+        if goes_on or Contents.read(place) == contents:
+            notes.insert(0, "it is still being recorded" if goes_on else "the recording was interrupted")
+            note = f"unfinished: {'; '.join(notes)}"
+            report(place, note)
+            return trace.with_manifest(with_notes(trace.manifest, [note]))
 
 
-def _read_unfinished(folder: Path) -> Trace:
-    """Read a recording that was interrupted, or that continues."""
-    goes_on = in_progress(folder)
-    notes: list[str] = []
-    trace = read_recording(folder, notes, salvage=True)
-    if goes_on:
-        # Chunks read later might not fit those read before, or be gone.
-        trace = trace.in_memory()
-    if not folder.exists():
-        raise TraceError(f"{folder}: gone while it was read")
-    state = "it is still being recorded" if goes_on else "the recording was interrupted"
-    note = f"unfinished: {'; '.join([state, *notes])}"
-    report(folder, note)
-    return trace.with_manifest(with_notes(trace.manifest, [note]))
+def as_far_as_recorded(trace: Trace, notes: list[str]) -> Trace:
+    """The trace of a recording without requests that have no outcome; what it lacks is noted.
 
-
-def read_recording(folder: Path, notes: list[str], *, salvage: bool) -> Trace:
-    """Return the present content of a recording, checked, lazily read. Raises TraceError.
-
-    With `salvage` rows that make no valid trace are dropped and noted, see `recorded_tables`.
+    Keys are read some RL steps at a time; the workload is in memory then.
     """
-    try:
-        tables = recorded_tables(folder, notes, salvage=salvage)
-    except FileNotFoundError as error:
-        raise TraceError(f"{folder}: gone while it was read") from error
-    rl_steps = _steps_of(tables)
-    manifest = Manifest.read(folder / MANIFEST_FILE)
-    if salvage or manifest.num_rl_steps is None:
-        manifest = manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
-    if salvage and manifest.without_iterations is not None:
+    workloads = []
+    for part in trace.parts():
+        asked, ended = (pd.MultiIndex.from_frame(part._frame(name)[list(KEY)]) for name in REQUIRED_TABLES)
+        workloads.append(part.tables["workload"].load(None).filter(asked.isin(ended)))
+    workload, tables = MemoryTable("workload", pa.concat_tables(workloads)), trace.tables
+    if under_way := trace.num_rows("workload") - workload.num_rows:
+        before = tables["workload"]
+        after = dict(zip(workload.rl_steps.tolist(), workload.rows_per_step.tolist(), strict=True))
+        counts = zip(before.rl_steps.tolist(), before.rows_per_step.tolist(), strict=True)
+        steps = ", ".join(str(step) for step, num_rows in counts if num_rows > after.get(step, 0))
+        notes.append(f"{under_way} requests (rl_step {steps}) have no outcome")
+        # An RL step of nothing else would be one without responses.
+        tables = {**tables, "workload": workload}
+    rl_steps, manifest = _steps_of(tables), trace.manifest
+    if manifest.without_iterations is not None:
         there = {*tables["iterations"].rl_steps.tolist()} if "iterations" in tables else set()
         lost = sorted({*tables["outcomes"].rl_steps.tolist()} - there - {*manifest.without_iterations})
         if lost:
             notes.append(f"no iterations of rl_step {_few(lost)} are durable")
             manifest = manifest.model_copy(update={"without_iterations": (*manifest.without_iterations, *lost)})
-    trace = Trace(manifest, tables, rl_steps, folder)
-    _check(trace)
-    return trace
+    return Trace(manifest.model_copy(update={"num_rl_steps": len(rl_steps)}), tables, rl_steps, trace.path)
 
 
 def with_notes(manifest: Manifest, notes: list[str]) -> Manifest:
@@ -360,30 +366,51 @@ def _report_once(place: Path, line: str) -> None:
     progress(line)
 
 
-def _check(trace: Trace) -> None:
-    """Check values of stored tables, and how they fit together, some RL steps at a time."""
-    stored = _stored_tables(trace)
-    for rl_steps in _chunks(stored):
-        check({name: table.part(rl_steps) for name, table in stored.items()}, trace.manifest.without_iterations)
+def check_tables(trace: Trace) -> None:
+    """Check values of tables, and how they fit together, some RL steps at a time. Raises TraceError."""
+    for rl_steps in _chunks(trace.tables):
+        parts = {name: table.part(rl_steps) for name, table in trace.tables.items()}
+        check(parts, trace.manifest.without_iterations)
 
 
-def _open_trace(path: Path) -> Trace:
-    """Open a trace with valid manifest, columns and RL steps; values are not checked yet. Raises TraceError."""
-    check_source(path)
-    if not path.is_dir():
-        raise TraceError(f"{path}: a file; a trace is a folder")
+def _contents(path: Path) -> Contents:
+    """What the manifest of the trace at `path` says. Raises TraceError for what is no trace."""
     if not (path / MANIFEST_FILE).exists():
+        refuse_earlier(path)
+        check_source(path)
+        if not path.is_dir():
+            raise TraceError(f"{path}: a file; a trace is a folder")
         raise TraceError(f"{path}: no {MANIFEST_FILE} in it, so this is not a trace")
-    manifest = Manifest.read(path / MANIFEST_FILE)
-    for name in REQUIRED_TABLES:
-        if not (path / f"{name}.parquet").exists():
-            raise TraceError(f"{path / name}.parquet: missing; a trace has {' and '.join(REQUIRED_TABLES)}")
+    return Contents.read(path)
+
+
+def refuse_earlier(path: Path) -> None:
+    """Raise TraceError where an earlier version recorded a trace and did not close it."""
+    for folder in (path, Path(f"{path}.recording"), path / "trace.recording"):
+        if folder.name.endswith(".recording") and any(folder.glob("*.arrow")):
+            raise TraceError(f"{folder} was recorded by an earlier version of tltlab: repair it with that one")
+
+
+def open_trace(path: Path, contents: Contents) -> Trace:
+    """Open a trace whose files are as they were written, with valid columns and RL steps; values are not checked yet.
+
+    Raises TraceError.
+    """
     # First: what opens a damaged file may raise anything.
-    check_sums(path)
-    tables: dict[str, TraceTable] = {
-        name: FileTable(name, file) for name in TABLES if (file := path / f"{name}.parquet").exists()
-    }
-    return Trace(manifest, tables, _steps_of(tables), path)
+    refuse_damaged(path, contents)
+    tables: dict[str, TraceTable] = {}
+    for name in TABLES:
+        files = contents.files_of(path, name)
+        has_none = contents.parts is not None and not any(part.startswith(name) for part in contents.parts)
+        if files or (name in REQUIRED_TABLES and has_none):
+            tables[name] = StoredTable.open(name, files)
+        elif name in REQUIRED_TABLES:
+            refuse_earlier(path)
+            raise TraceError(f"{path / name}.parquet: missing; a trace has {' and '.join(REQUIRED_TABLES)}")
+    rl_steps, manifest = _steps_of(tables), contents.manifest
+    if contents.unfinished:
+        manifest = manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
+    return Trace(manifest, tables, rl_steps, path)
 
 
 def checked(
@@ -404,29 +431,21 @@ def checked(
         if source is not None:
             table = frame_to_arrow(name, source) if isinstance(source, pd.DataFrame) else source
             first = (num_before or {}).get(name, 0)
-            parts[name] = conform(
-                TablePart(name=name, file=name, table=table, rows=np.arange(first, first + len(table)))
-            )
+            parts[name] = conform(TablePart.of(name, table, name, first))
         elif name in REQUIRED_TABLES:
             raise TraceError(f"table {name} is missing: a trace has {' and '.join(REQUIRED_TABLES)}")
     check(parts, without_iterations)
-    return {name: MemoryTable(part.table) for name, part in parts.items()}
+    return {name: MemoryTable(name, part.table) for name, part in parts.items()}
 
 
 def locate(path: str | Path) -> Path:
-    """The trace folder that `path` means: itself, or `trace/` in a RUN folder; else the recording of either.
+    """The trace folder that `path` means: itself, or `trace/` in a RUN folder.
 
     Raises TraceError for a path that the system refuses, such as a name that is too long.
     """
     path = Path(path)
-    inner = path / "trace"
     try:
-        if (path / MANIFEST_FILE).exists():
-            return path
-        if inner.is_dir():
-            return inner
-        recordings = [recording_of(place) for place in (path, inner) if place.name]
-        return next((folder for folder in recordings if folder.is_dir()), path)
+        return path / "trace" if not (path / MANIFEST_FILE).exists() and (path / "trace").is_dir() else path
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -444,16 +463,12 @@ def check_source(path: Path) -> None:
 
 
 def run_folder(trace: Path) -> Path:
-    """The RUN folder that a trace folder, or the recording of one, is part of, else that folder."""
-    return trace.parent if trace.name in ("trace", recording_of(Path("trace")).name) else trace
+    """The RUN folder that a trace folder is part of, else that folder."""
+    return trace.parent if trace.name == "trace" else trace
 
 
-def _stored_tables(trace: Trace) -> dict[str, StoredTable]:
-    return {name: table for name, table in trace._tables.items() if isinstance(table, StoredTable)}
-
-
-def _chunks(tables: Mapping[str, StoredTable]) -> list[list[int]]:
-    """All RL steps of all tables, in runs whose rows take about CHUNK_BYTES."""
+def _chunks(tables: Mapping[str, TraceTable]) -> list[list[int]]:
+    """All RL steps of all tables, in runs whose rows take about CHUNK_BYTES of memory when they are read."""
     steps = np.unique(np.concatenate([np.arange(0), *(table.rl_steps for table in tables.values())]))
     size = np.zeros(len(steps))
     for table in tables.values():

@@ -6,7 +6,7 @@ start with the RL step, so a trace can be checked some RL steps at a time. Every
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -35,16 +35,35 @@ _PER_TOKEN = {"token_ids", "logprobs", "token_versions", "accept_if_drafted"}
 
 @frozen
 class TablePart:
-    """A table, or those of its rows that belong to some RL steps; `rows` are their row numbers in `file`."""
+    """A table, or some of its rows; `sources` are the files that they come from in turn, with the row numbers there."""
 
     name: str
-    file: str
     table: pa.Table
-    rows: Ints
+    sources: tuple[tuple[str, Ints], ...]
+
+    @classmethod
+    def of(cls, name: str, table: pa.Table, place: str, first: int = 0) -> TablePart:
+        """Rows that follow each other in one place, from number `first` on."""
+        return cls(name=name, table=table, sources=((place, np.arange(first, first + len(table))),))
+
+    @classmethod
+    def joined(cls, name: str, parts: Sequence[TablePart]) -> TablePart:
+        """The rows of conformed parts of a table."""
+        table = pa.concat_tables([TABLES[name].empty_table(), *(part.table for part in parts)])
+        return cls(name=name, table=table, sources=tuple(source for part in parts for source in part.sources))
+
+    def place(self, row: int) -> tuple[str, int]:
+        """The file of a row of this part, and the row's number there."""
+        for file, rows in self.sources:
+            if row < len(rows):
+                return file, int(rows[row])
+            row -= len(rows)
+        raise IndexError(row)
 
     def fault(self, column: str, row: int, message: str) -> NoReturn:
         """Raise the TraceError for the `row`-th row of this part."""
-        raise TraceError(f"{self.file}: column {column}, row {self.rows[row]}{self._key(row)}: {message}")
+        file, number = self.place(row)
+        raise TraceError(f"{file}: column {column}, row {number}{self._key(row)}: {message}")
 
     def require(self, ok: Flags, column: str, message: str) -> None:
         """Every row must be ok; `{}` in the message is the offending value."""
@@ -85,11 +104,11 @@ def check_columns(name: str, file: str, schema: pa.Schema) -> None:
 
 
 def conform(part: TablePart) -> TablePart:
-    """Cast a part to its schema without loss, columns in order; `turn` may be missing (0), unknown columns go.
+    """Cast rows of one file to their schema without loss, columns in order; `turn` may be missing (0), unknown ones go.
 
     Raises TraceError for a value that does not fit, null in a column that has none, and NaN or infinity.
     """
-    check_columns(part.name, part.file, part.table.schema)
+    check_columns(part.name, part.sources[0][0], part.table.schema)
     columns = []
     for field in TABLES[part.name]:
         if field.name not in part.table.column_names:
@@ -202,7 +221,8 @@ def _require_utf_8(part: TablePart, name: str, column: pa.ChunkedArray) -> None:
         column.validate(full=True)
     except pa.ArrowInvalid as error:
         row = _first_uncastable(column.cast(pa.binary()), column.type)
-        raise TraceError(f"{part.file}: column {name}, row {part.rows[row]}: the text is not UTF-8") from error
+        file, number = part.place(row)
+        raise TraceError(f"{file}: column {name}, row {number}: the text is not UTF-8") from error
 
 
 def _first_uncastable(column: pa.ChunkedArray, to: pa.DataType) -> int:

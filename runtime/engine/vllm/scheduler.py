@@ -40,7 +40,7 @@ from tltlab.runtime.engine.generation import LiveRequest, describe_exception
 from tltlab.runtime.engine.recording import BRINGS_WEIGHTS, LiveRecording
 from tltlab.runtime.engine.tracker import Scheduled
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.recording import recording_of
+from tltlab.traces.schema import is_trace
 
 from . import is_registered
 from .capture import NullCapture
@@ -291,8 +291,8 @@ def _recording(scheduler: Any, control: Control, settings: Attachment) -> LiveRe
     if settings.record is None:
         return None
     labels = {"model": scheduler.vllm_config.model_config.model, "engine": f"vllm {vllm.__version__}"}
-    # An existing recording, of a killed or of another engine, is left alone.
-    numbered = settings.numbered or recording_of(Path(settings.record)).exists()
+    # An existing trace, of another engine or program, is left alone.
+    numbered = settings.numbered or is_trace(Path(settings.record))
     try:
         begin = LiveRecording.numbered if numbered else LiveRecording
         recording = begin(settings.record, control, hardware=hardware(), **labels)

@@ -7,14 +7,15 @@ import pickle
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from tltlab.files import read_json
 from tltlab.traces.recorder import Recorder
+from tltlab.traces.schema import Contents
 from tltlab.traces.trace import read
 
 TINY = Path(__file__).parents[3] / "traces" / "tiny"
@@ -111,12 +112,13 @@ def place(tmp_path, monkeypatch):
     recorder.append("workload", read(TINY).workload.to_dict("records"))
     recorder.flush()
     recorder._lock.close()
-    (chunk,) = Path("live/trace.recording").glob("*.arrow")
-    column = pa.field("outcomes", pa.binary(), metadata=extension)
-    with pa.ipc.new_file("typed.arrow", pa.schema([column])) as writer:
-        writer.write_batch(pa.record_batch([pa.array([payload])], schema=pa.schema([column])))
-    for number, data in enumerate((payload, Path("typed.arrow").read_bytes()), 1):
-        chunk.with_name(f"{number:06d}-{hashlib.sha256(data).hexdigest()[:16]}.arrow").write_bytes(data)
+    contents = Contents.read(Path("live/trace"))
+    for name, data in (("outcomes", Path("typed/outcomes.parquet").read_bytes()), ("tokens", payload)):
+        part = f"{name}/part-000000.parquet"
+        Path("live/trace", name).mkdir()
+        Path("live/trace", part).write_bytes(data)
+        contents = replace(contents, parts={**contents.parts, part: hashlib.sha256(data).hexdigest()})
+    contents.write(Path("live/trace"))
 
     shutil.copytree(run, "priced")
     priced = [{"rl_step": 0, "name": "mine", "policy": PRICES}]

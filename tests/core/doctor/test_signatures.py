@@ -19,7 +19,7 @@ from tltlab.doctor.evidence import NotChecked, RunEvidence
 from tltlab.doctor.signatures import CHECKS, SIGNATURES, Finding, diagnose, examine
 from tltlab.errors import TraceError
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.schema import Manifest
+from tltlab.traces.schema import Contents, Manifest
 from tltlab.traces.trace import Trace
 
 PLAIN_S, PER_REQUEST_S = 4e-3, 1e-4
@@ -301,7 +301,7 @@ def test_a_failed_check_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch
 
 def test_a_run_that_died_is_still_checked(tmp_path: Path) -> None:
     trace_of(SMALL).write(tmp_path / "trace")
-    (tmp_path / "trace").rename(tmp_path / "trace.recording")
+    Contents(manifest=Manifest(kind="recorded"), parts={}, unfinished=True).write(tmp_path / "trace")
     event = {"rl_step": 1, "event": "the run stopped: RunError: an actor died: x"}
     (tmp_path / "events.jsonl").write_text(json.dumps(event) + '\n{"torn')
     (tmp_path / "run.log").write_text("EngineDeadError\n")
@@ -310,7 +310,7 @@ def test_a_run_that_died_is_still_checked(tmp_path: Path) -> None:
     assert (evidence.setting("seed"), evidence.setting("train.lr", 0.5)) == (3, 0.5)
     told = examine(evidence)
     assert {finding.code for finding in told.findings} == {"interrupted", "run-stopped", "engine-died"}
-    assert "trace.recording" in dict(told.not_checked)["acceptance-low"]
+    assert str(tmp_path / "trace") in dict(told.not_checked)["acceptance-low"]
 
 
 def test_a_run_without_a_trace_is_a_run(tmp_path: Path) -> None:

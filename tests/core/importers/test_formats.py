@@ -487,7 +487,7 @@ def test_parquet_files_of_too_many_values_are_refused(tmp_path, monkeypatch):
         (OSError, check_parquet, "wide"),
         (TraceError, lambda path: list(rows.rows_of(path)), "long"),
         (TraceError, partial(import_dump, form="csv"), "long"),
-        (TraceError, partial(storage.FileTable, "outcomes"), "outcomes"),
+        (TraceError, lambda path: storage.StoredTable.open("outcomes", [path]), "outcomes"),
     ):
         with refused(error, naming=("101", "100")):
             look(tmp_path / f"{name}.parquet")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 def flipped(folder: Path, seed: int) -> Iterator[Path]:
     """Flip a bit of a file in `folder` and yield the file, then put it back. TLTLAB_FLIPS: how many bits."""
-    files = {file: file.read_bytes() for file in sorted(folder.iterdir()) if file.stat().st_size}
+    inside = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    files = {file: data for file in inside if (data := file.read_bytes())}
     draw = random.Random(seed)
     for _ in range(int(os.environ.get("TLTLAB_FLIPS", 40))):
         file = draw.choice(list(files))

@@ -9,17 +9,14 @@ import sys
 import threading
 from types import MappingProxyType
 
-import pyarrow as pa
 import pytest
 
 from tests.core.traces.damage import flipped
 from tests.refused import refused
 from tltlab.errors import ConfigError, InputError, RunError, TraceError
-from tltlab.traces import recorder as recorder_module
-from tltlab.traces import recorder as recovery_module
+from tltlab.traces import schema as schema_module
 from tltlab.traces.recorder import Recorder, repair
-from tltlab.traces.recording import chunks_of, new_recording, write_chunk
-from tltlab.traces.schema import TABLES
+from tltlab.traces.schema import TABLES, Contents
 from tltlab.traces.trace import read
 
 from .recordings import FORKING, MANIFEST, add, iterations, left, record, rows
@@ -38,6 +35,10 @@ def interrupted(path, *appends, **manifest):
         recorder.append(table, made[: num[0]] if num else made)
         recorder.flush()
     recorder._lock.close()
+
+
+def files_in(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
 
 
 def of_rl_step(step):
@@ -72,35 +73,30 @@ def test_rows_are_mappings_without_unknown_columns(tmp_path):
     assert (trace.outcomes["turn"] == 0).all()
 
 
-def test_a_disk_that_refuses_a_reopening_is_named(tmp_path, monkeypatch):
+def test_a_disk_that_refuses_is_named(tmp_path, monkeypatch):
     interrupted(tmp_path / "t", *of_rl_step(0))
     with monkeypatch.context() as here:
-        here.setattr(recovery_module, "cut", disk_full)
+        here.setattr(schema_module, "replace_durably", disk_full)
         with refused(RunError):
             Recorder.reopen(tmp_path / "t", MANIFEST, 1)
-    lock_file = tmp_path / "t.recording" / "lock"
-    lock_file.unlink()
-    lock_file.mkdir()
-    with refused(ConfigError):
-        Recorder.reopen(tmp_path / "t", MANIFEST, 1)
-
-
-def test_a_recording_that_cannot_be_removed_goes_later(tmp_path, monkeypatch):
-    recorder = Recorder(tmp_path / "t", MANIFEST)
-    add(recorder, 0)
+        with refused(ConfigError):
+            Recorder(tmp_path / "new", MANIFEST)
+    recorder = Recorder.reopen(tmp_path / "t", MANIFEST, 1)
     with monkeypatch.context() as here:
-        here.setattr(recovery_module.os, "rename", disk_full)
-        with refused(InputError, naming=("t.recording",)):
+        here.setattr(schema_module, "replace_durably", disk_full)
+        with refused(InputError):
             recorder.close()
-    recorder._lock.close()
-    assert len(repair(tmp_path / "t").outcomes) == 4
-    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+    assert Recorder.reopen(tmp_path / "t", MANIFEST, 1).snapshot().rl_steps == [0]
 
 
 def test_a_recording_that_is_there_is_not_overwritten(tmp_path):
     interrupted(tmp_path / "t")
-    with refused(ConfigError):
-        Recorder(tmp_path / "t", MANIFEST)
+    left(tmp_path / "closed", 1, how="closed")
+    for name in ("t", "closed"):
+        with refused(ConfigError):
+            Recorder(tmp_path / name, MANIFEST)
+    with refused(ConfigError, naming=("repair",)):
+        read(tmp_path / "closed").write(tmp_path / "t")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("x")
     with refused(ConfigError, naming=("another",)):
@@ -137,16 +133,14 @@ def test_an_exception_leaves_a_recording_to_repair(tmp_path):
     assert len(repair(tmp_path / "t").outcomes) == 4
 
 
-@pytest.mark.parametrize(
-    ("name", "folder"), [("run", "."), ("run/trace", "."), ("run/trace.recording", "."), (".", "run")]
-)
+@pytest.mark.parametrize(("name", "folder"), [("run", "."), ("run/trace", "."), (".", "run")])
 def test_what_was_interrupted_is_read_by_any_name(tmp_path, monkeypatch, capsys, name, folder):
     (tmp_path / "run").mkdir()
     interrupted(
         tmp_path / "run" / "trace",
         *of_rl_step(0), ("iterations", 0), ("workload", 1), ("outcomes", 1, 2), ("workload", 2)
     )  # fmt: skip
-    before = {path: path.read_bytes() for path in (tmp_path / "run" / "trace.recording").iterdir()}
+    before = files_in(tmp_path / "run" / "trace")
     monkeypatch.chdir(tmp_path / folder)
     trace = read(name)
     assert trace.outcomes["response_tokens"].tolist() == [1, 2, 3, 4, 1, 2]
@@ -157,10 +151,11 @@ def test_what_was_interrupted_is_read_by_any_name(tmp_path, monkeypatch, capsys,
     assert [len(one.outcomes) for one in trace.iter_rl_steps()] == [4, 2]
     for notes in (trace.manifest.notes, capsys.readouterr().err):
         assert all(fact in notes for fact in ("unfinished", "6 requests", "rl_step 1, 2"))
-    assert {path: path.read_bytes() for path in (tmp_path / "run" / "trace.recording").iterdir()} == before
+    assert files_in(tmp_path / "run" / "trace") == before
     written = repair(name, tmp_path / "other")
     assert all(written.arrow(table).equals(trace.arrow(table)) for table in trace.names)
     assert repair(name).path.resolve() == tmp_path / "run" / "trace"
+    assert read(name).outcomes.equals(trace.outcomes)
 
 
 def test_a_recording_in_progress_is_read(tmp_path):
@@ -177,9 +172,8 @@ def test_a_recording_in_progress_is_read(tmp_path):
                     other.apply(work, (tmp_path / "t", *args))
     closed = read(tmp_path / "t")
     assert closed.manifest == MANIFEST.model_copy(update={"num_rl_steps": 2})
-    # What was read is in memory: the recording is gone.
     assert closed.outcomes.equals(trace.outcomes)
-    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+    assert not (tmp_path / "t" / "lock").exists()
 
 
 def record_and_tell(path, steps, told):
@@ -209,13 +203,6 @@ def test_reading_what_another_process_records_is_safe(tmp_path):
     assert read(tmp_path / "t").rl_steps == list(range(40))
 
 
-def test_nothing_is_written_to_where_something_is_recorded(tmp_path):
-    left(tmp_path / "t", 1, how="closed")
-    interrupted(tmp_path / "u", *of_rl_step(0))
-    with refused(ConfigError):
-        read(tmp_path / "t").write(tmp_path / "u.recording")
-
-
 def test_a_fault_between_tables_keeps_the_recording(tmp_path):
     recorder = Recorder(tmp_path / "t", MANIFEST)
     recorder.append("outcomes", rows(0)["outcomes"])
@@ -224,88 +211,129 @@ def test_a_fault_between_tables_keeps_the_recording(tmp_path):
     assert repair(tmp_path / "t").rl_steps == []
 
 
-def test_repair_states_what_was_lost(tmp_path):
-    again = ("outcomes", 0, 1), ("workload", 1, 3), ("outcomes", 1, 2), ("outcomes", 2, 1)
-    interrupted(tmp_path / "t", *of_rl_step(0), *again)
-    trace = repair(tmp_path / "t")
-    assert trace.outcomes["rl_step"].tolist() == [0, 0, 0, 0, 1, 1]
-    assert trace.manifest.num_rl_steps == 2
-    notes = trace.manifest.notes
-    assert [notes.count(fact) for fact in ("1 rows of outcomes", "1 requests (rl_step 1)")] == [2, 1]
-    assert not (tmp_path / "t.recording").exists()
-
-
 def test_every_table_survives_a_crash(tmp_path):
-    """Rows recorded twice are there once; spans have no key, so nothing tells that one was."""
     whole, recorder = full_trace(), Recorder(tmp_path / "t", MANIFEST)
-    for rows_of in (slice(None), slice(1)):
-        for name in set(TABLES) - {"spans"}:
-            recorder.append(name, whole.arrow(name).to_pylist()[rows_of])
-        recorder.flush()
+    for name in TABLES:
+        recorder.append(name, whole.arrow(name).to_pylist())
+    recorder.flush()
     recorder._lock.close()
-    saved = repair(tmp_path / "t")
-    assert all(saved.arrow(name) == whole.arrow(name) for name in set(TABLES) - {"spans"})
+    for look in (read, repair):
+        saved = look(tmp_path / "t")
+        assert all(saved.arrow(name) == whole.arrow(name) for name in TABLES)
 
 
-@pytest.mark.parametrize(
-    "damaged", [lambda data: data[:50], lambda data: data.replace(b"stop", b"st\xffp")], ids=["cut off", "changed"]
-)
-def test_repair_drops_a_chunk_that_cannot_be_read(tmp_path, damaged):
-    interrupted(tmp_path / "t", *of_rl_step(0), ("outcomes", 1))
-    (chunk,) = (tmp_path / "t.recording").glob("000002-*.arrow")
-    chunk.write_bytes(damaged(chunk.read_bytes()))
+def test_flushes_of_an_rl_step_are_joined(tmp_path):
+    """Their files are as many as a counter's binary digits, and the rows are in order."""
+    recorder = Recorder(tmp_path / "t", MANIFEST)
+    for number in range(40):
+        # Rows of an earlier RL step come late.
+        spans = [
+            {"rl_step": step, "lane": str(number), "kind": "idle", "t_start": 0.0, "duration": 1.0} for step in (0, 1)
+        ]
+        recorder.append("spans", spans)
+        recorder.flush()
+        assert len(list((tmp_path / "t" / "spans").iterdir())) == 2 * (number + 1).bit_count()
+    recorder.close()
+    assert read(tmp_path / "t").spans["lane"].tolist() == [str(number) for number in range(40)] * 2
+
+
+@pytest.mark.parametrize("step", ["part", "manifest"])
+def test_a_kill_leaves_a_whole_flush_or_none(tmp_path, monkeypatch, step):
+    """Between the files of a flush, and between them and the manifest."""
+
+    def die(*args):
+        os._exit(9)
+
+    def flush():
+        recorder = Recorder.reopen(tmp_path / "t", MANIFEST, 1)
+        if step == "part":
+            write = recorder._write_part
+            recorder._write_part = lambda name, *args: die() if name == "tokens" else write(name, *args)
+        else:
+            schema_module.replace_durably = die
+        record(recorder, [1])
+
+    left(tmp_path / "t", 1, how="killed")
+    child = FORKING.Process(target=flush)
+    child.start()
+    child.join()
+    assert child.exitcode == 9
+    assert (tmp_path / "t" / "outcomes" / "part-000001.parquet").exists()
+    trace = read(tmp_path / "t")
+    assert (trace.rl_steps, len(trace.tokens), len(trace.workload)) == ([0], 4, 4)
+    recorder = Recorder.reopen(tmp_path / "t", MANIFEST, 1)
+    assert [file.name for file in (tmp_path / "t" / "outcomes").iterdir()] == ["part-000000.parquet"]
+    record(recorder, [1])
+    recorder.close()
+    assert read(tmp_path / "t").rl_steps == [0, 1]
+
+
+@pytest.mark.parametrize("how", ["killed", "closed"])
+@pytest.mark.parametrize("table", ["outcomes", "tokens", "iterations"])
+def test_repair_drops_what_is_damaged(tmp_path, table, how):
+    left(tmp_path / "t", 3, how="killed")
+    with Recorder.reopen(tmp_path / "t", MANIFEST, 3) as recorder:
+        recorder.append("iterations", [row for step in range(3) for row in iterations(step)])
+        recorder.set_manifest(without_iterations=())
+        recorder.flush()
+        if how == "killed":
+            contents = Contents.read(tmp_path / "t")
+    if how == "killed":
+        contents.write(tmp_path / "t")
+    part = tmp_path / "t" / table / "part-000001.parquet"
+    part.write_bytes(part.read_bytes()[:-9])
+    with refused(TraceError, naming=(f"{table}/part-000001", "repair")):
+        read(tmp_path / "t")
+    before = files_in(tmp_path / "t")
+    elsewhere = repair(tmp_path / "t", tmp_path / "other")
+    assert files_in(tmp_path / "t") == before
     trace = repair(tmp_path / "t")
-    assert len(trace.outcomes) == 4
-    assert "chunk 000002" in trace.manifest.notes
+    assert all(trace.arrow(name).equals(elsewhere.arrow(name)) for name in TABLES if name in trace.names)
+    assert ("interrupted" in trace.manifest.notes) == (how == "killed")
+    assert f"{table}/part-000001.parquet was damaged" in trace.manifest.notes
+    rest = [0, 2]
+    assert trace.rl_steps == (rest if table == "outcomes" else [0, 1, 2])
+    assert set(trace.table(table)["rl_step"]) == set(rest)
+    assert trace.manifest.without_iterations == ((1,) if table == "iterations" else ())
+    assert files_in(tmp_path / "t").keys() == {"manifest.json", *(f"{name}.parquet" for name in trace.names)}
 
 
 def test_no_single_bit_of_a_recording_flips_unseen(tmp_path):
-    """It is refused, or what is read of it has a note more."""
-    with Recorder(tmp_path / "t", MANIFEST) as recorder:
-        record(recorder, range(3))
-        recorder.rewind(2)
-        folder = tmp_path / "t.recording"
-        whole = read(folder)
-        assert {file.suffix for file in folder.iterdir() if file.stat().st_size} == {".arrow", ".json"}
-        for file in flipped(folder, seed=11):
-            with contextlib.suppress(TraceError):
-                trace = read(folder)
-                told = f"chunk {file.name[:6]} could not be read" in trace.manifest.notes
-                same = trace.manifest == whole.manifest and trace.outcomes.equals(whole.outcomes)
-                assert told if file.suffix == ".arrow" else same
-
-
-def test_a_chunk_written_again_replaces_the_first(tmp_path):
-    folder = tmp_path / "t.recording"
-    new_recording(folder, MANIFEST)
-    for step in (0, 1):
-        made = [row | {"turn": 0} for row in rows(step)["workload"]]
-        write_chunk(folder, 0, {"workload": pa.Table.from_pylist(made, TABLES["workload"])})
-    (chunk,) = chunks_of(folder)
-    assert set(chunk.tables()["workload"]["rl_step"].to_pylist()) == {1}
+    recorder = Recorder(tmp_path / "t", MANIFEST)
+    record(recorder, range(3))
+    recorder.rewind(2)
+    whole = read(tmp_path / "t")
+    for file in flipped(tmp_path / "t", seed=11):
+        with contextlib.suppress(TraceError):
+            trace = read(tmp_path / "t")
+            assert file.name == "manifest.json"
+            assert trace.manifest == whole.manifest
+            assert all(trace.arrow(name).equals(whole.arrow(name)) for name in whole.names)
+    recorder.close()
 
 
 def test_repair_leaves_a_finished_trace_as_it_is(tmp_path):
     left(tmp_path / "t", 1, how="closed")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()}
+    before = files_in(tmp_path / "t")
     assert repair(tmp_path / "t").manifest.notes is None
-    assert {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()} == before
-    (tmp_path / "t" / "outcomes.parquet").write_bytes(before["outcomes.parquet"][:-20])
+    assert files_in(tmp_path / "t") == before
+    outcomes = read(tmp_path / "t").write(tmp_path / "u") / "outcomes.parquet"
+    outcomes.write_bytes(outcomes.read_bytes()[:-20])
     with refused(TraceError, naming=("outcomes",)):
-        repair(tmp_path / "t")
+        repair(tmp_path / "u")
 
 
 def test_the_caller_continues_while_a_flush_runs(tmp_path, monkeypatch):
     written, disk = threading.Event(), threading.Event()
-    write_chunk = recorder_module.write_chunk
+    replace_durably = schema_module.replace_durably
 
     def slow(*args):
         assert disk.wait(300)
-        write_chunk(*args)
+        replace_durably(*args)
         written.set()
 
-    monkeypatch.setattr(recorder_module, "write_chunk", slow)
     with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        monkeypatch.setattr(schema_module, "replace_durably", slow)
         add(recorder, 0)
         recorder.flush(wait=False)
         add(recorder, 1)
@@ -324,7 +352,7 @@ def test_what_flush_could_not_write_is_written_later(tmp_path, monkeypatch):
         add(recorder, 0)
         recorder.set_manifest(notes="said while the disk is full")
         with monkeypatch.context() as patch:
-            patch.setattr(recorder_module, "replace_durably", disk_full)
+            patch.setattr(schema_module, "replace_durably", disk_full)
             recorder.flush(wait=False)
             add(recorder, 1)
             with refused(RunError):
@@ -333,43 +361,6 @@ def test_what_flush_could_not_write_is_written_later(tmp_path, monkeypatch):
     trace = read(tmp_path / "t")
     assert trace.rl_steps == [0, 1]
     assert trace.manifest.notes == "said while the disk is full"
-
-
-def gone_on(path, *steps):
-    """The recording of a run that continued from the finished trace's first RL step, did these and was killed."""
-    recorder = Recorder.reopen(path, MANIFEST, 1)
-    record(recorder, steps)
-    recorder._lock.close()
-
-
-def test_repair_puts_a_resumed_run_in_its_place(tmp_path):
-    left(tmp_path / "t", 2, how="closed")
-    (tmp_path / "t" / "costs.json").write_text("{}")
-    gone_on(tmp_path / "t", 1, 2)
-    trace = repair(tmp_path / "t")
-    assert trace.rl_steps == [0, 1, 2]
-    assert len(trace.outcomes) == 12
-    assert (tmp_path / "t" / "costs.json").exists()
-    assert not (tmp_path / "t.recording").exists()
-
-
-@pytest.mark.parametrize("steps", [(), (1,)])
-def test_repair_loses_no_response_of_a_finished_trace(tmp_path, steps):
-    left(tmp_path / "t", 3, how="closed")
-    gone_on(tmp_path / "t", *steps)
-    for out in (None, tmp_path / "t"):
-        with refused(ConfigError, naming=(1 + len(steps), "--out")):
-            repair(tmp_path / "t", out)
-    assert repair(tmp_path / "t", tmp_path / "other").rl_steps == [0, *steps]
-    assert read(tmp_path / "t").rl_steps == [0, 1, 2]
-    assert (tmp_path / "t.recording").exists()
-
-
-def test_repair_does_not_replace_trace_of_another_run(tmp_path):
-    left(tmp_path / "t", 1, how="closed")
-    interrupted(tmp_path / "t", ("workload", 0), seed=7)
-    with refused(ConfigError, naming=("t.recording", "--out")):
-        repair(tmp_path / "t")
 
 
 def test_repair_on_full_disk_may_be_tried_again(tmp_path, monkeypatch):
@@ -381,10 +372,14 @@ def test_repair_on_full_disk_may_be_tried_again(tmp_path, monkeypatch):
     assert len(repair(tmp_path / "t").outcomes) == 4
 
 
-@pytest.mark.parametrize("chunk", ["000000", "000000.arrow"])
-def test_a_recording_without_sums_is_refused(tmp_path, chunk):
-    Recorder(tmp_path / "t", MANIFEST)._lock.close()
-    (tmp_path / "t.recording" / chunk).touch()
-    with refused(TraceError, naming=("t.recording",)):
-        repair(tmp_path / "t")
-    assert (tmp_path / "t.recording" / chunk).exists()
+@pytest.mark.parametrize("name", ["t", "run", "t.recording"])
+def test_a_recording_of_an_earlier_version_is_refused(tmp_path, name):
+    for folder in ("t.recording", "run/trace.recording"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "000000-0123456789abcdef.arrow").touch()
+        Contents(manifest=MANIFEST).write(tmp_path / folder)
+    for work in (read, repair):
+        with refused(TraceError, naming=("recording", "earlier version")):
+            work(tmp_path / name)
+    with refused(TraceError, naming=("earlier version",)):
+        Recorder.reopen(tmp_path / "t", MANIFEST, 0)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.refused import refused
 from tltlab.errors import InputError, TraceError
-from tltlab.traces import metrics, storage, stream
+from tltlab.traces import metrics, storage
 from tltlab.traces import trace as trace_module
+from tltlab.traces.schema import Contents
 from tltlab.traces.stream import StreamWriter, count, describe
 from tltlab.traces.trace import Trace, read
 
@@ -48,7 +49,7 @@ def test_streamed_trace_is_that_written_in_one_piece(tmp_path, tiny_chunks):
 
 def test_small_rl_steps_share_a_row_group(tmp_path, monkeypatch):
     for limit, expected in ((10**6, [[0, 1, 2, 3, 4]]), (500, [[0, 1], [2, 3], [4]]), (1, [[0], [1], [2], [3], [4]])):
-        monkeypatch.setattr(stream, "GROUP_BYTES", limit)
+        monkeypatch.setattr(storage, "GROUP_BYTES", limit)
         file = pq.ParquetFile(written(tmp_path / "t", 5) / "outcomes.parquet")
         groups = [file.read_row_group(i, ["rl_step"])["rl_step"].to_pylist() for i in range(file.num_row_groups)]
         assert [sorted(set(group)) for group in groups] == expected
@@ -110,7 +111,7 @@ def test_a_full_disk_leaves_no_trace(tmp_path, monkeypatch):
 
     with refused(InputError), StreamWriter(tmp_path / "t", MANIFEST) as writer:
         monkeypatch.setattr(pq.ParquetWriter, "write_table", full_disk)
-        monkeypatch.setattr(stream, "GROUP_BYTES", 1)
+        monkeypatch.setattr(storage, "GROUP_BYTES", 1)
         with refused(InputError):
             writer.append(*rl_step(0))
         monkeypatch.undo()
@@ -180,7 +181,7 @@ def test_fault_in_last_rl_step_is_found(tmp_path, tiny_chunks):
     table = pq.read_table(path / "outcomes.parquet").to_pandas()
     table.loc[23, ["prompt_id", "sample"]] = table.loc[22, ["prompt_id", "sample"]]
     table.to_parquet(path / "outcomes.parquet", index=False)
-    storage.put_sum(path, "outcomes.parquet", None)
+    Contents(manifest=MANIFEST).write(path)
     with refused(TraceError, naming=("23",)):
         read(path)
 
@@ -189,7 +190,7 @@ def test_memory_is_few_chunks_however_many_rl_steps(tmp_path, monkeypatch):
     """28 RL steps of a quarter of a chunk each; to load the trace takes more, so the test would see that."""
     chunk, path = 1 << 19, tmp_path / "t"
     monkeypatch.setattr(trace_module, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(stream, "GROUP_BYTES", chunk // 2)
+    monkeypatch.setattr(storage, "GROUP_BYTES", chunk // 2)
 
     def work():
         if way == "write":

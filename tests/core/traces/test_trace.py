@@ -20,9 +20,8 @@ from tests.core.traces.streams import responses
 from tests.refused import refused
 from tltlab.errors import ConfigError, TraceError
 from tltlab.traces import storage
-from tltlab.traces import trace as trace_module
-from tltlab.traces.schema import KEY, TABLES, Manifest
-from tltlab.traces.storage import check_sums
+from tltlab.traces.schema import KEY, TABLES, Contents, Manifest
+from tltlab.traces.storage import has_checksums
 from tltlab.traces.trace import Trace, read
 
 
@@ -81,7 +80,7 @@ def rewrite(folder, name, change):
     """Change a table's file as an outside writer would, who knows of no sums."""
     path = folder / f"{name}.parquet"
     manifest = json.loads((folder / "manifest.json").read_text())
-    unsealed = {key: value for key, value in manifest.items() if key not in ("sums", "sha256")}
+    unsealed = {key: value for key, value in manifest.items() if key not in ("parts", "sha256")}
     (folder / "manifest.json").write_text(json.dumps(unsealed))
     pq.write_table(change(pq.read_table(path)), path)
 
@@ -226,7 +225,7 @@ def test_a_trace_of_an_earlier_version_is_read(folder):
 def test_rl_step_that_lost_its_iterations_is_refused(folder, without, valid):
     rewrite(folder, "iterations", lambda t: t.slice(0, 2))
     manifest = Manifest.read(folder / "manifest.json").model_copy(update={"without_iterations": without})
-    (folder / "manifest.json").write_text(manifest.to_json())
+    Contents(manifest=manifest).write(folder)
     assert ("without_iterations" in (folder / "manifest.json").read_text()) == (without is not None)
     if valid:
         trace = read(folder)
@@ -268,7 +267,7 @@ def test_a_cut_off_file_is_named(folder, keep):
     for fact in ("sha256", "Parquet"):
         with refused(TraceError, naming=("outcomes.parquet", fact)):
             read(folder)
-        storage.put_sum(folder, path.name, None)
+        Contents(manifest=MANIFEST).write(folder)
 
 
 def test_text_that_is_not_utf_8_is_fault(folder):
@@ -298,14 +297,14 @@ def test_no_single_bit_of_a_trace_flips_unseen(folder):
 def test_a_table_changed_by_hand_is_refused(folder, capsys):
     tokens = folder / "tokens.parquet"
     tokens.write_bytes((folder / "tokens.parquet").read_bytes())
-    assert check_sums(folder)
+    assert has_checksums(folder)
     pq.write_table(pq.read_table(tokens), tokens)
-    with refused(TraceError, naming=("sums", "sha256")):
+    with refused(TraceError, naming=("parts", "sha256")):
         read(folder)
     rewrite(folder, "tokens", lambda table: table)
     assert read(folder).tokens is not None
-    assert not check_sums(folder)
-    assert check_sums(read(folder).write(folder))
+    assert not has_checksums(folder)
+    assert has_checksums(read(folder).write(folder))
 
 
 GOOD = {"format": "tltlab-trace", "version": 1, "kind": "recorded"}
@@ -382,8 +381,8 @@ def test_select_keeps_some_rl_steps_of_every_table(folder, from_disk):
 
 def test_an_rl_steps_row_group_alone_is_read(folder, monkeypatch):
     trace, groups = read(folder), []
-    original = storage.FileTable._read
-    monkeypatch.setattr(storage.FileTable, "_read", lambda *args: groups.append(args[-1]) or original(*args))
+    original = storage._read
+    monkeypatch.setattr(storage, "_read", lambda *args: groups.append(args[-1]) or original(*args))
     for name in TABLES:
         trace.table(name, rl_step=1)
     assert groups == [[1]] * len(TABLES)
@@ -434,14 +433,14 @@ def test_what_is_not_a_trace_is_not_replaced(tmp_path):
 
 def test_killed_writer_leaves_old_trace_or_none(folder, tmp_path, monkeypatch):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    write_parquet = trace_module.write_parquet
+    table_writer = storage.table_writer
 
-    def dying(path, name, table):
-        write_parquet(path, name, table)
-        if name == "outcomes":
+    def dying(path, name, group_bytes):
+        if name == "tokens":
             os.kill(os.getpid(), signal.SIGKILL)
+        return table_writer(path, name, group_bytes)
 
-    monkeypatch.setattr(trace_module, "write_parquet", dying)
+    monkeypatch.setattr(storage, "table_writer", dying)
     for target in (folder, tmp_path / "new"):
         writer = multiprocessing.get_context("fork").Process(target=read(folder).write, args=(target,))
         writer.start()

@@ -87,7 +87,7 @@ def undisturbed(pool, policy, rl_step):
 
 def test_engines_report_the_tokens_of_graphs(pool):
     pool.set_policy(SUFFIX, 0)
-    rows = [row for part in pool.generate(pool.share(requests(0)), 0) for row in part.iterations]
+    rows = [row for part in pool.generate(pool.share(requests(0)), 0) for row in part.iterations.to_pylist()]
     decoding = [row for row in rows if not row["prefill_tokens"]]
     assert all(row["graph_tokens"] == row["batch"] + row["num_drafted"] for row in decoding)
 
@@ -195,12 +195,14 @@ def test_new_worker_remembers_and_its_start_takes_time(pool, monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: 1000.0 * (len(RESTARTED) - known))
     monkeypatch.setattr("tltlab.runtime.rollout.pool.time", clock)
     disturbed = fine, late = pool.generate(pool.share(requests(5)), 5)
-    drafted = [[sum(row["num_drafted"] for row in part.iterations) for part in p] for p in (expected, disturbed)]
+    drafted = [
+        [sum(row["num_drafted"] for row in part.iterations.to_pylist()) for part in p] for p in (expected, disturbed)
+    ]
     assert min(drafted[0]) > 0
     assert drafted[0] == drafted[1]
     assert told(disturbed) == told(expected)
-    assert fine.duration_s < 1000 <= late.iterations[0]["t_start"]
-    assert all(late.iterations[0]["t_start"] < r.t_finish <= late.duration_s for r in late.responses)
+    assert fine.duration_s < 1000 <= late.iterations["t_start"][0].as_py()
+    assert all(late.iterations["t_start"][0].as_py() < r.t_finish <= late.duration_s for r in late.responses)
     assert all(fact in events(pool)[-1] for fact in ("worker 1", "RL step 5", "12 requests"))
     assert RESTARTED[-1] == 1
 

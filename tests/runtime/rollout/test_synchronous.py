@@ -78,7 +78,7 @@ def test_rounds_are_one_rollout_in_the_trace():
     late = {r.key for shares in engines.asked[1:] for share in shares for r in share}
     for requests, part in zip(got.requests, got.parts, strict=True):
         assert [r.key for r in requests] == [r.key for r in part.responses]
-        for rows in (part.iterations, part.decisions):
+        for rows in (part.iterations.to_pylist(), part.decisions.to_pylist()):
             assert [row["iteration"] for row in rows] == list(range(15))
         for response in part.responses:
             begun = response.t_submit

@@ -111,7 +111,7 @@ def test_a_cut_response_has_no_length():
 def test_a_worker_without_requests_is_bubble():
     rows = rows_of(report())
     rows["outcomes"] = [row | {"worker": 0} for row in rows["outcomes"]]
-    rows["iterations"] = [row for row in rows["iterations"] if row["worker"] == 0]
+    rows["iterations"] = [row for row in rows["iterations"].to_pylist() if row["worker"] == 0]
     rows["spans"] = [row | {"kind": "idle"} if row["lane"] == "worker 1" else row for row in rows["spans"]]
     assert step_metrics(report(), rows)["rollout/bubble_fraction"] == pytest.approx(0.75)
 
@@ -119,7 +119,9 @@ def test_a_worker_without_requests_is_bubble():
 def test_shares_of_graphs_are_reported_where_known():
     rows = rows_of(report())
     assert not any(name.startswith("graphs/") for name in step_metrics(report(), rows))
-    ran_in = [{**row, "graph": kind} for row, kind in zip(rows["iterations"], ("full", "piecewise"), strict=True)]
+    ran_in = [
+        {**row, "graph": kind} for row, kind in zip(rows["iterations"].to_pylist(), ("full", "piecewise"), strict=True)
+    ]
     found = step_metrics(report(), {**rows, "iterations": ran_in})
     assert [found[f"graphs/{kind}"] for kind in ("full", "piecewise", "eager")] == [0.5, 0.5, 0.0]
 

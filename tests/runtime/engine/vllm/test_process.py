@@ -31,6 +31,7 @@ from tltlab.doctor.evidence import RunEvidence
 from tltlab.runtime import vllm_options
 from tltlab.runtime.ray.actors import actor_env, runtime_env
 from tltlab.strategy import Strategy
+from tltlab.traces.storage import is_unfinished
 from tltlab.traces.trace import read_one
 
 from ..asking import run_program
@@ -318,7 +319,7 @@ class Actor:
         self.llm.wake_up()
         self.generate()
         path = self.llm.llm_engine.engine_core.engine_core.scheduler.watch.recording.path
-        while len(read_one(path.with_name(path.name + ".recording")).outcomes) < 12:
+        while len(read_one(path).outcomes) < 12:
             time.sleep(0.1)
         self.llm.llm_engine.add_request("under way", self.prompts[0], self.settings)
         self.llm.llm_engine.step()
@@ -340,12 +341,12 @@ def actors(one_ray, random_model, tmp_path_factory):
     ray.get(ends.ends.remote())
     with pytest.raises(RayActorError):
         ray.get(under_way)
-    return sorted(folder.iterdir(), key=lambda path: path.suffix != ".recording")
+    return sorted(folder.iterdir(), key=lambda path: not is_unfinished(path))
 
 
 def test_engines_in_rays_actors_record_side_by_side(actors):
-    assert sorted(path.name.removesuffix(".recording") for path in actors) == ["x", "x-1"]
-    assert [path.suffix for path in actors] == [".recording", ""]
+    assert sorted(path.name for path in actors) == ["x", "x-1"]
+    assert [is_unfinished(path) for path in actors] == [True, False]
     # One by one: `read` puts together what overlaps in time.
     assert read_one(actors[1]).outcomes["response_tokens"].tolist() == [24] * 6
 

@@ -31,6 +31,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.runtime.engine.vllm import VARIABLES, options, starting
 from tltlab.runtime.engine.vllm.options import Attachment, Variables, check_engine
+from tltlab.traces.storage import is_unfinished
 
 from ..asking import fixed
 
@@ -260,7 +261,8 @@ def test_engines_of_one_name_record_separately(tmp_path):
     two[0].close()
     # A trace is not written over, and what was interrupted stays for repair.
     assert started().path.name == "x-2"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "x-1.recording", "x-2.recording"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "x-1", "x-2"]
+    assert [is_unfinished(tmp_path / name) for name in ("x", "x-1", "x-2")] == [False, True, True]
 
 
 def old_verl(options):

@@ -422,7 +422,7 @@ def test_a_policy_goes_on_when_its_recording_vanishes(roomy, tmp_path, monkeypat
     recorded = {"tltlab": BY_MODEL["tltlab"] | {"record": str(tmp_path / "trace")}}
     worker = Overlapped(scheduled_by("policy_scheduler", roomy, settings=recorded))
     recording = worker.scheduler.watch.recording
-    shutil.rmtree(tmp_path / "trace.recording")
+    shutil.rmtree(tmp_path / "trace")
     number, deadline = 0, time.monotonic() + 300
     while not recording.ended or worker.flight:
         if not recording.ended and not worker.scheduler.requests:
