@@ -55,7 +55,10 @@ class Again:
         if not left and len(self.names) <= FLAKY_AT_MOST:
             session.exitstatus = pytest.ExitCode.OK
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_terminal_summary(self, terminalreporter):
+    def pytest_unconfigure(self):
         for name in self.names:
-            terminalreporter.write_line(f"passed only when run again: {name}", yellow=True)
+            print(f"passed only when run again: {name}")
+        if len(self.names) > FLAKY_AT_MOST:
+            print(
+                f"the run has failed: {len(self.names)} tests passed only when run again, at most {FLAKY_AT_MOST} may"
+            )

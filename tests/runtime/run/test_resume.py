@@ -42,11 +42,12 @@ def whole_run(recipe_file, out, *overrides):
     return out
 
 
-def as_it_was_at(run, step, out):
-    """The folder that a run would have left had it been killed after the checkpoint of `step`."""
+def killed(run, folder):
+    """What a run would have left had it been killed after the checkpoint of its second RL step."""
+    out = folder / "run"
     shutil.copytree(run, out, ignore=shutil.ignore_patterns("final", "summary.json"))
     for checkpoint in (out / "checkpoints").iterdir():
-        if checkpoint.name != f"step-{step:06d}":
+        if checkpoint.name != "step-000002":
             shutil.rmtree(checkpoint)
     return out
 
@@ -150,7 +151,7 @@ def test_run_with_own_parts_equals_unbroken_one(recipe_file, tmp_path, monkeypat
         assert before.nunique() > 1
         assert tokens[now["worker"] == 0].min() >= tokens[now["worker"] == 1].max()
     (tmp_path / "parts.py").unlink()
-    run = as_it_was_at(calm, 2, tmp_path / "run")
+    run = killed(calm, tmp_path)
     with refused(ConfigError, naming=("--allow-code parts",)):
         resumed(run)
     train(resumed_recipe(run, (), ["parity", "parts"]), run, resume=True)
@@ -158,7 +159,7 @@ def test_run_with_own_parts_equals_unbroken_one(recipe_file, tmp_path, monkeypat
 
 
 def test_a_resumed_run_equals_the_unbroken_one(fixed, tmp_path):
-    run, newest = as_it_was_at(fixed, 2, tmp_path / "run"), f"step-{STEPS:06d}"
+    run, newest = killed(fixed, tmp_path), f"step-{STEPS:06d}"
     shutil.copytree(fixed / "checkpoints" / newest, run / "checkpoints" / newest)
     assert json.loads((run / "checkpoints" / "step-000002" / "state.json").read_text())["history"]
     state = run / "checkpoints" / newest / "state.json"
@@ -171,7 +172,7 @@ def test_a_resumed_run_equals_the_unbroken_one(fixed, tmp_path):
 
 
 def test_a_learning_run_resumes_with_replayed_decisions(learning, tmp_path):
-    again = resumed(as_it_was_at(learning, 2, tmp_path / "run"), replay=learning / "trace")
+    again = resumed(killed(learning, tmp_path), replay=learning / "trace")
     check_finished(again, learning)
 
 
@@ -180,7 +181,7 @@ def test_a_systems_run_resumes_under_its_own_policy(recipe_file, tmp_path):
     settings = ["rollout.prompts_per_step=32", "rollout.group_size=2", "rollout.num_workers=1"]
     unbroken = whole_run(recipe_file, tmp_path / "whole", "rollout.system=das", *settings)
     assert "suffix" in set(tltlab.read(unbroken / "trace").iterations["drafter"])
-    check_finished(resumed(as_it_was_at(unbroken, 2, tmp_path / "run")), unbroken)
+    check_finished(resumed(killed(unbroken, tmp_path)), unbroken)
 
 
 def test_cut_responses_continue_a_step_later(fixed):
@@ -241,7 +242,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume(
 
 
 def test_another_seed_is_not_resumed(fixed, tmp_path):
-    run = as_it_was_at(fixed, 2, tmp_path / "run")
+    run = killed(fixed, tmp_path)
     with refused(ConfigError, naming=("seed",)):
         train(resumed_recipe(run, ["seed=7"], ["parity"]), run, resume=True)
     assert len(tltlab.read(run / "trace").rl_steps) == STEPS
@@ -250,7 +251,7 @@ def test_another_seed_is_not_resumed(fixed, tmp_path):
 
 
 def test_only_one_process_resumes_a_run(fixed, tmp_path):
-    run = as_it_was_at(fixed, 2, tmp_path / "run")
+    run = killed(fixed, tmp_path)
     before = files(run)
     other = f"from tltlab.files import *; held = lock(Path({str(run)!r})); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", other], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
