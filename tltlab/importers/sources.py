@@ -18,7 +18,7 @@ from tltlab.errors import ConfigError, TraceError
 from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json
 from tltlab.records import frozen
 from tltlab.traces.schema import MANIFEST_FILE, Manifest
-from tltlab.traces.trace import Trace, is_trace, locate, report
+from tltlab.traces.trace import Trace, check_source, is_trace, locate, report
 from tltlab.traces.trace import read as read_folder
 
 from .fields import ENVELOPES, is_list, is_missing, kind_of, matches, parsed, plain
@@ -33,7 +33,6 @@ from .rows import (
     dump_files,
     ending,
     flat,
-    readable,
     rows_of,
     stem,
     step_of,
@@ -101,8 +100,8 @@ def imported(
     """Read a file, a folder of files or a DataFrame, as `import_dump` does."""
     if isinstance(source, pd.DataFrame):
         return _imported(source, reading, form, workers)
-    with readable(Path(source)) as path:
-        return _imported(path, reading, form, workers)
+    check_source(path := Path(source))
+    return _imported(path, reading, form, workers)
 
 
 def _imported(source: Path | pd.DataFrame, reading: Reading, form: Format | None, workers: int | None) -> Imported:
@@ -487,10 +486,10 @@ def read_lengths(source: TraceSource, reading: Reading = _AS_IT_IS, form: Format
         return Imported.whole(_with_drafting(source, reading))
     if not isinstance(source, str | Path):
         return _of_values(source, counted)
-    with readable(locate(source)) as path:
-        if path.is_file() or (not _holds_a_trace(path) and dump_files(path)):
-            form = form or guess(path, reading)
-            return imported(path, reading if form == "metrics" else counted, form=form)
+    check_source(path := locate(source))
+    if path.is_file() or (not _holds_a_trace(path) and dump_files(path)):
+        form = form or guess(path, reading)
+        return imported(path, reading if form == "metrics" else counted, form=form)
     return Imported.whole(_with_drafting(read(source), reading))
 
 
