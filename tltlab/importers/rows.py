@@ -6,9 +6,8 @@ import hashlib
 import io
 import json
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import field
 from itertools import chain, count, pairwise
 from pathlib import Path
@@ -181,31 +180,14 @@ def _json_rows(path: Path, place: str, value: Any) -> Iterator[Row]:
         raise TraceError(f"{path}, {place}: got {shown(value)}, wanted a JSON object")
 
 
-@contextmanager
-def _unpacked_parquet(path: Path) -> Iterator[Path]:
-    """The checked file itself, or within the block a copy of what is packed in it."""
-    if path.suffix.lower() not in PACKED:
-        check_parquet(path)
-        yield path
-        return
-    with tempfile.NamedTemporaryFile(prefix="tltlab-", suffix=".parquet") as copy, open_unpacked(path) as file:
-        remaining = MOST_JSON_BYTES
-        while block := file.read(1 << 20):
-            if (remaining := remaining - len(block)) < 0:
-                raise OSError(f"it has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
-            copy.write(block)
-        copy.flush()
-        check_parquet(Path(copy.name))
-        yield Path(copy.name)
-
-
 def _parquet_rows(path: Path) -> Iterator[Row]:
     try:
-        with _unpacked_parquet(path) as place, pq.ParquetFile(place) as file:
+        check_parquet(path)
+        with pq.ParquetFile(path) as file:
             rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
             yield from ((f"row {number}", fields) for number, fields in enumerate(rows))
     except (OSError, pa.ArrowException) as error:
-        raise TraceError(f"{path}: not a readable Parquet file: {error}") from error
+        raise TraceError(f"{path}: not a readable Parquet file (packed again? unpack it): {error}") from error
 
 
 def unwrapped(rows: Iterator[Row]) -> Iterator[Row]:
