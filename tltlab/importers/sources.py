@@ -421,8 +421,10 @@ def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading
     means = [name for name in names if is_mean(name) and (are_metrics or name not in sizes)]
     if means and "prompt_id" in kinds and not sizes:
         raise TraceError(f"{path}: {means[0]} by prompt: wanted a length of each response, or a mean of each RL step")
-    if means or kinds & _OF_ONE or (reading is not None and reading.column):
-        return not kinds & _OF_ONE and bool(means)
+    if kinds & _OF_ONE:
+        return False
+    if means or (reading is not None and reading.column):
+        return bool(means)
     steps = [str(record.get(step)) for record in fields for step in matches(names, "rl_step")[:1]]
     for name in sizes if len(set(steps)) == len(steps) > 1 else ():
         if not any(is_list(parsed(record.get(name))) for record in fields):
@@ -438,11 +440,16 @@ def _metrics(path: Path, mean: str | None) -> Iterator[Record]:
     if mean is None:
         yield from records_of(path)
         return
+    is_there = False
     for place, record in rows_of(path):
         fields = flat(record)
-        if mean not in fields:
-            raise TraceError(f"{path}, {place}: no column {mean!r}; there are: {', '.join(map(str, fields))}")
-        yield from from_fields(place, fields | {MEAN: fields[mean]}, {})
+        if mean in fields:
+            is_there = True
+            named = matches(fields, "rl_step")
+            step = {"step": fields[named[0]]} if named else {}
+            yield from from_fields(place, {**fields, **step, MEAN: fields[mean]}, {})
+    if not is_there:
+        raise TraceError(f"{path}: no column {mean!r}")
 
 
 def read(source: TraceSource) -> Trace:

@@ -42,6 +42,8 @@ def test_one_number_in_each_step_is_asked_for(tmp_path):
         import_dump(path)
     assert len(import_dump(path, form="csv").outcomes) == 3
     assert len(import_dump(path, form="metrics", column="length", responses=10).outcomes) == 30
+    with refused(TraceError, naming=("one.csv", "len")):
+        import_dump(path, form="metrics", column="len")
 
 
 # Serving
