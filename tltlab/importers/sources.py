@@ -85,19 +85,14 @@ class Imported:
         return cls(trace=trace, used={}, ignored=(), notes=notes)
 
 
-def import_dump(path: str | Path, *, form: Format | None = None, workers: int | None = None, **facts: Any) -> Trace:
-    """Make a trace of kind "imported" of a dump; its manifest has the source and every assumption (`notes`).
-
-    `form` is guessed from the content by default (`guess`), `facts` are fields of `rows.Reading`. The dump's numbers,
-    not its texts, are held in memory. Raises TraceError naming file, line and field, ConfigError.
-    """
-    return imported(path, Reading(**facts), form=form, workers=workers).trace
-
-
 def imported(
     source: str | Path | pd.DataFrame, reading: Reading, *, form: Format | None = None, workers: int | None = None
 ) -> Imported:
-    """Read a file, a folder of files or a DataFrame, as `import_dump` does."""
+    """Read a file, a folder of files or a DataFrame as a trace of kind "imported".
+
+    Its manifest has the source and every assumption (`notes`). `form` is guessed from the content by default (`guess`).
+    The dump's numbers, not its texts, are held in memory. Raises TraceError naming file, line and field, ConfigError.
+    """
     if isinstance(source, pd.DataFrame):
         return _imported(source, reading, form, workers)
     check_source(path := Path(source))
@@ -456,7 +451,7 @@ def read(source: TraceSource) -> Trace:
     """Read and check a trace folder, a RUN folder (its `trace/`), a CSV of response lengths or a training log.
 
     A Trace stays unchanged. Folders of traces and recordings are read by `tltlab.traces.trace.read`; other files, and
-    folders of TensorBoard, go through `import_dump`, and its notes and assumptions go to standard error. A
+    folders of TensorBoard, go through `imported`, and its notes and assumptions go to standard error. A
     DataFrame is read as a CSV is; an array or list holds lengths, of one RL step or as (RL steps, responses). Raises
     TraceError.
     """
@@ -467,7 +462,7 @@ def read(source: TraceSource) -> Trace:
     path = locate(source)
     if path.is_dir() and not is_log_folder(path):
         return read_folder(source)
-    trace = import_dump(path)
+    trace = imported(path, _AS_IT_IS).trace
     report(path, trace.manifest.notes)
     return trace
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.traces_of_lengths import import_dump
 from tltlab.doctor.signatures import Diagnosis, Finding, change, diagnose
-from tltlab.importers.sources import import_dump
 
 SOUND = {
     "response_length/mean": 1500.0, "response_length/max": 3000.0, "response_length/min": 30.0,

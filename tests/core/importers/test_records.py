@@ -14,10 +14,11 @@ import pyarrow as pa
 import pytest
 
 from tests.refused import refused
+from tests.traces_of_lengths import import_dump
 from tltlab.errors import TraceError
 from tltlab.importers.fields import conversation_texts
 from tltlab.importers.rows import Reading
-from tltlab.importers.sources import import_dump, read_lengths
+from tltlab.importers.sources import read_lengths
 from tltlab.importers.token_counts import CharsPerToken
 
 from .test_formats import WORDS, check, jsonl

@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 
 from tests.refused import refused
+from tests.traces_of_lengths import import_dump
 from tltlab.errors import TraceError
-from tltlab.importers.sources import guess, import_dump
+from tltlab.importers.sources import guess
 
 from .test_formats import check
 from .test_records import of
