@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
 from tltlab.importers.responses import tables_of_lengths
+from tltlab.importers.rows import Reading
+from tltlab.importers.sources import Format, imported
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
@@ -43,3 +47,8 @@ def of_samples(
     tokens = np.asarray(lengths)
     tables = tables_of_lengths(key, tokens, np.asarray(prompt_tokens), cap, tokens >= cap)
     return Trace.from_tables(Manifest(kind="imported"), tables)
+
+
+def import_dump(path: Path, *, form: Format | None = None, workers: int | None = None, **facts: Any) -> Trace:
+    """The trace of a dump; `facts` are fields of `Reading`."""
+    return imported(path, Reading(**facts), form=form, workers=workers).trace

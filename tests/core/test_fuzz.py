@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.traces_of_lengths import import_dump
 from tltlab.acceptance.load import load_acceptance
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import TltlabError
 from tltlab.files import read_json
 from tltlab.importers.metrics_log import records_of
-from tltlab.importers.sources import import_dump, read, read_lengths
+from tltlab.importers.sources import read, read_lengths
 from tltlab.importers.token_counts import CharsPerToken
 from tltlab.policies.policy import load_policy
 from tltlab.traces.schema import Manifest

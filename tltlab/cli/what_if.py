@@ -101,7 +101,7 @@ def what_if(
     if policy_out is not None:
         lines.append(f"{policy_out} is the table of {best.drafter}, which {training}")
         lines.append(f"next: TLTLAB_POLICY={shlex.quote(str(policy_out.absolute()))} python train.py")
-        if reading == Reading() and form is None and answer.logged.share_of != "log" and not lengths.is_fifo():
+        if reading == Reading() and form is None and answer.logged.share_of != "log":
             lines.append(f"  or: {_simulation(answer, config.accept, lengths, policy_out)}")
     elif best.drafts:
         lines.append("next: --policy-out policy.json, then TLTLAB_POLICY=policy.json python train.py")

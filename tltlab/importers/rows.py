@@ -6,10 +6,8 @@ import hashlib
 import io
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import field
 from itertools import chain, count, pairwise
 from pathlib import Path
@@ -22,12 +20,11 @@ import pyarrow.parquet as pq
 
 from tltlab.config import shown
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import MOST_JSON_BYTES, PACKED, open_input, open_unpacked, parse_json
+from tltlab.files import MOST_JSON_BYTES, PACKED, open_unpacked, parse_json
 from tltlab.options import Option, check
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
 from tltlab.traces.storage import MOST_ROWS, check_parquet
-from tltlab.traces.trace import check_source
 
 from .fields import ENVELOPES, LISTS, NAMES, UNITS, is_list, is_message, kind_of, parsed, plain
 from .token_counts import NoTokenCounter, TokenCounter, token_counter
@@ -39,9 +36,6 @@ _OF_RESPONSES = {"prompt_text", "prompt_ids", "prompt_id", "response_sizes", "re
 _MOST_FIELDS, _MOST_DEPTH = 256, 32
 """Most levels of objects within a record that are taken apart."""
 _STEP_OF_NAME = re.compile(r"(?:.*?[_.-])?(?:step)?(\d+)")
-_HEADING = re.compile(r'\ufeff?"?[^\W\d][\w.-]*"?(,"?[\w ./-]*"?)*\r?\n')
-"""First line of a CSV: names, the first of them without spaces."""
-_HEAD_BYTES = 4096
 BY_OPTION = "`tltlab trace import` and `tltlab what-if` take {}"
 TABLES = (".csv", ".tsv", ".tab")
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *TABLES)
@@ -186,31 +180,14 @@ def _json_rows(path: Path, place: str, value: Any) -> Iterator[Row]:
         raise TraceError(f"{path}, {place}: got {shown(value)}, wanted a JSON object")
 
 
-@contextmanager
-def _unpacked_parquet(path: Path) -> Iterator[Path]:
-    """The checked file itself, or within the block a copy of what is packed in it."""
-    if path.suffix.lower() not in PACKED:
-        check_parquet(path)
-        yield path
-        return
-    with tempfile.NamedTemporaryFile(prefix="tltlab-", suffix=".parquet") as copy, open_unpacked(path) as file:
-        remaining = MOST_JSON_BYTES
-        while block := file.read(1 << 20):
-            if (remaining := remaining - len(block)) < 0:
-                raise OSError(f"it has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
-            copy.write(block)
-        copy.flush()
-        check_parquet(Path(copy.name))
-        yield Path(copy.name)
-
-
 def _parquet_rows(path: Path) -> Iterator[Row]:
     try:
-        with _unpacked_parquet(path) as place, pq.ParquetFile(place) as file:
+        check_parquet(path)
+        with pq.ParquetFile(path) as file:
             rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
             yield from ((f"row {number}", fields) for number, fields in enumerate(rows))
     except (OSError, pa.ArrowException) as error:
-        raise TraceError(f"{path}: not a readable Parquet file: {error}") from error
+        raise TraceError(f"{path}: not a readable Parquet file (packed again? unpack it): {error}") from error
 
 
 def unwrapped(rows: Iterator[Row]) -> Iterator[Row]:
@@ -223,28 +200,6 @@ def unwrapped(rows: Iterator[Row]) -> Iterator[Row]:
             yield from ((f"{place}, {names[0]} {at}", item) for at, item in enumerate(items))
         else:
             yield place, fields
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[Path]:
-    """Give a path that can be read several times: `path`, or a file with the content of a pipe. Raises TraceError."""
-    check_source(path)
-    if not path.is_fifo():
-        yield path
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            with open_input(path) as pipe:
-                # Formats are also known by the endings of names, which a pipe has not.
-                head = pipe.peek(_HEAD_BYTES)
-                is_table = _HEADING.match(head.decode(errors="replace")) is not None
-                ending = ".parquet" if head.startswith(b"PAR1") else ".csv" if is_table else ""
-                file = Path(folder) / f"pipe{ending}"
-                with file.open("wb") as copy:
-                    shutil.copyfileobj(pipe, copy)
-        except OSError as error:
-            raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
-        yield file
 
 
 def dump_files(folder: Path, *, is_trl: bool = True) -> list[tuple[Path, int]]:

@@ -18,7 +18,7 @@ from tltlab.errors import ConfigError, TraceError
 from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json
 from tltlab.records import frozen
 from tltlab.traces.schema import MANIFEST_FILE, Manifest
-from tltlab.traces.trace import Trace, is_trace, locate, report
+from tltlab.traces.trace import Trace, check_source, is_trace, locate, report
 from tltlab.traces.trace import read as read_folder
 
 from .fields import ENVELOPES, is_list, is_missing, kind_of, matches, parsed, plain
@@ -33,7 +33,6 @@ from .rows import (
     dump_files,
     ending,
     flat,
-    readable,
     rows_of,
     stem,
     step_of,
@@ -86,23 +85,18 @@ class Imported:
         return cls(trace=trace, used={}, ignored=(), notes=notes)
 
 
-def import_dump(path: str | Path, *, form: Format | None = None, workers: int | None = None, **facts: Any) -> Trace:
-    """Make a trace of kind "imported" of a dump; its manifest has the source and every assumption (`notes`).
-
-    `form` is guessed from the content by default (`guess`), `facts` are fields of `rows.Reading`. The dump's numbers,
-    not its texts, are held in memory. Raises TraceError naming file, line and field, ConfigError.
-    """
-    return imported(path, Reading(**facts), form=form, workers=workers).trace
-
-
 def imported(
     source: str | Path | pd.DataFrame, reading: Reading, *, form: Format | None = None, workers: int | None = None
 ) -> Imported:
-    """Read a file, a folder of files or a DataFrame, as `import_dump` does."""
+    """Read a file, a folder of files or a DataFrame as a trace of kind "imported".
+
+    Its manifest has the source and every assumption (`notes`). `form` is guessed from the content by default (`guess`).
+    The dump's numbers, not its texts, are held in memory. Raises TraceError naming file, line and field, ConfigError.
+    """
     if isinstance(source, pd.DataFrame):
         return _imported(source, reading, form, workers)
-    with readable(Path(source)) as path:
-        return _imported(path, reading, form, workers)
+    check_source(path := Path(source))
+    return _imported(path, reading, form, workers)
 
 
 def _imported(source: Path | pd.DataFrame, reading: Reading, form: Format | None, workers: int | None) -> Imported:
@@ -422,8 +416,10 @@ def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading
     means = [name for name in names if is_mean(name) and (are_metrics or name not in sizes)]
     if means and "prompt_id" in kinds and not sizes:
         raise TraceError(f"{path}: {means[0]} by prompt: wanted a length of each response, or a mean of each RL step")
-    if means or kinds & _OF_ONE or (reading is not None and reading.column):
-        return not kinds & _OF_ONE and bool(means)
+    if kinds & _OF_ONE:
+        return False
+    if means or (reading is not None and reading.column):
+        return bool(means)
     steps = [str(record.get(step)) for record in fields for step in matches(names, "rl_step")[:1]]
     for name in sizes if len(set(steps)) == len(steps) > 1 else ():
         if not any(is_list(parsed(record.get(name))) for record in fields):
@@ -439,18 +435,23 @@ def _metrics(path: Path, mean: str | None) -> Iterator[Record]:
     if mean is None:
         yield from records_of(path)
         return
+    is_there = False
     for place, record in rows_of(path):
         fields = flat(record)
-        if mean not in fields:
-            raise TraceError(f"{path}, {place}: no column {mean!r}; there are: {', '.join(map(str, fields))}")
-        yield from from_fields(place, fields | {MEAN: fields[mean]}, {})
+        if mean in fields:
+            is_there = True
+            named = matches(fields, "rl_step")
+            step = {"step": fields[named[0]]} if named else {}
+            yield from from_fields(place, {**fields, **step, MEAN: fields[mean]}, {})
+    if not is_there:
+        raise TraceError(f"{path}: no column {mean!r}")
 
 
 def read(source: TraceSource) -> Trace:
     """Read and check a trace folder, a RUN folder (its `trace/`), a CSV of response lengths or a training log.
 
     A Trace stays unchanged. Folders of traces and recordings are read by `tltlab.traces.trace.read`; other files, and
-    folders of TensorBoard, go through `import_dump`, and its notes and assumptions go to standard error. A
+    folders of TensorBoard, go through `imported`, and its notes and assumptions go to standard error. A
     DataFrame is read as a CSV is; an array or list holds lengths, of one RL step or as (RL steps, responses). Raises
     TraceError.
     """
@@ -461,7 +462,7 @@ def read(source: TraceSource) -> Trace:
     path = locate(source)
     if path.is_dir() and not is_log_folder(path):
         return read_folder(source)
-    trace = import_dump(path)
+    trace = imported(path, _AS_IT_IS).trace
     report(path, trace.manifest.notes)
     return trace
 
@@ -487,10 +488,10 @@ def read_lengths(source: TraceSource, reading: Reading = _AS_IT_IS, form: Format
         return Imported.whole(_with_drafting(source, reading))
     if not isinstance(source, str | Path):
         return _of_values(source, counted)
-    with readable(locate(source)) as path:
-        if path.is_file() or (not _holds_a_trace(path) and dump_files(path)):
-            form = form or guess(path, reading)
-            return imported(path, reading if form == "metrics" else counted, form=form)
+    check_source(path := locate(source))
+    if path.is_file() or (not _holds_a_trace(path) and dump_files(path)):
+        form = form or guess(path, reading)
+        return imported(path, reading if form == "metrics" else counted, form=form)
     return Imported.whole(_with_drafting(read(source), reading))
 
 

@@ -451,15 +451,15 @@ def locate(path: str | Path) -> Path:
 
 
 def check_source(path: Path) -> None:
-    """Raise TraceError for a path that is not of a folder, a file or a pipe."""
+    """Raise TraceError for a path that is not of a folder or a file."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         raise TraceError(f"{path}: no such file or folder") from error
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
-    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-        raise TraceError(f"{path}: a device or a socket; give a file or a folder")
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+        raise TraceError(f"{path}: a pipe, a device or a socket; give a file or a folder")
 
 
 def run_folder(trace: Path) -> Path:

@@ -123,14 +123,3 @@ def test_a_path_the_system_refuses_is_named(command: Command):
         code, out, err = command("simulate", TRACES / "tiny", f"{option}={LONG}")
         assert (code, out, len(err.splitlines())) == (2, "", 1), err
         assert LONG in err
-
-
-@pytest.mark.parametrize("line", ["what-if", "simulate --costs cpu-small --workers 2", "trace describe"])
-def test_a_pipe_of_lengths_is_read(command: Command, line: str):
-    reader, writer = os.pipe()
-    os.write(writer, b"response_tokens\n" + b"50\n" * 7)
-    os.close(writer)
-    code, out, _ = command(*line.split(), f"/dev/fd/{reader}", "--json")
-    os.close(reader)
-    assert code == 0
-    assert "7" in out

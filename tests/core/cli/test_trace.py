@@ -5,8 +5,9 @@ import json
 import pytest
 
 from tests.refused import refused
+from tests.traces_of_lengths import import_dump
 from tltlab.errors import TraceError
-from tltlab.importers.sources import import_dump, read
+from tltlab.importers.sources import read
 from tltlab.lengths.generate import log_normal
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest

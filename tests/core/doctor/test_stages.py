@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.traces_of_lengths import import_dump
 from tltlab.doctor.signatures import Diagnosis, Finding, diagnose
-from tltlab.importers.sources import import_dump
 from tltlab.stats import change_point
 
 SOUND = {

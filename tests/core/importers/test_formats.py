@@ -15,9 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.refused import refused
+from tests.traces_of_lengths import import_dump
 from tltlab.errors import ConfigError, TraceError
 from tltlab.importers import rows
-from tltlab.importers.sources import guess, import_dump, read
+from tltlab.importers.sources import guess, read
 from tltlab.importers.token_counts import CharsPerToken, FolderTokenizer, token_counter
 from tltlab.traces import storage
 from tltlab.traces.storage import check_parquet

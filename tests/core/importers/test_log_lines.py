@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.refused import refused
+from tests.traces_of_lengths import import_dump
 from tltlab.errors import ConfigError, TraceError
 from tltlab.importers.metrics_log import records_of
-from tltlab.importers.sources import import_dump
 from tltlab.importers.step_metrics import FRAMEWORKS, StepMetrics, frameworks_of, steps_of
 
 Values = dict[tuple[int, str], float]

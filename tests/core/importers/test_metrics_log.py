@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refused import refused
+from tests.traces_of_lengths import import_dump
 from tltlab.errors import ConfigError, TraceError
 from tltlab.importers.metrics_log import number
-from tltlab.importers.sources import guess, import_dump, read, read_lengths
+from tltlab.importers.sources import guess, read, read_lengths
 from tltlab.importers.step_metrics import max_entropy_lengths
 from tltlab.traces.metrics import mean_accept_length, rollout_s
 

@@ -14,10 +14,11 @@ import pyarrow as pa
 import pytest
 
 from tests.refused import refused
+from tests.traces_of_lengths import import_dump
 from tltlab.errors import TraceError
 from tltlab.importers.fields import conversation_texts
 from tltlab.importers.rows import Reading
-from tltlab.importers.sources import import_dump, read_lengths
+from tltlab.importers.sources import read_lengths
 from tltlab.importers.token_counts import CharsPerToken
 
 from .test_formats import WORDS, check, jsonl
@@ -369,7 +370,6 @@ CONTENTS = {
     "l.json": json.dumps(ROWS, indent=1).encode(),
     "l.txt": b"5\n9\n",
     "run.log": b"step:1 - response_length/mean:31.5 - response_length/max:90\n" * 3,
-    "l.parquet": pd.DataFrame({"uid": ["a", "a"], "response_ids": [[1, 2], [3]]}).to_parquet(),
 }
 
 
@@ -402,8 +402,9 @@ def test_a_folder_of_packed_steps_is_read(tmp_path):
         ("a.jsonl.zst", b"not packed", ("a.jsonl.zst", "JSON")),
         ("a.pt", b"PK\x03\x04", (".pt", "JSON Lines")),
         ("a.csv", b"PK\x03\x04broken", ("a.csv",)),
+        ("a.parquet.gz", gzip.compress(pd.DataFrame({"length": [1]}).to_parquet()), ("a.parquet.gz", "Parquet")),
     ],
-    ids=["cut", "damaged", "not packed", "torch", "excel"],
+    ids=["cut", "damaged", "not packed", "torch", "excel", "packed twice"],
 )
 def test_what_cannot_be_unpacked_is_named(tmp_path, name, content, facts):
     (tmp_path / name).write_bytes(content)

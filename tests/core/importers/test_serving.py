@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 
 from tests.refused import refused
+from tests.traces_of_lengths import import_dump
 from tltlab.errors import TraceError
-from tltlab.importers.sources import guess, import_dump
+from tltlab.importers.sources import guess
 
 from .test_formats import check
 from .test_records import of
@@ -42,6 +43,8 @@ def test_one_number_in_each_step_is_asked_for(tmp_path):
         import_dump(path)
     assert len(import_dump(path, form="csv").outcomes) == 3
     assert len(import_dump(path, form="metrics", column="length", responses=10).outcomes) == 30
+    with refused(TraceError, naming=("one.csv", "len")):
+        import_dump(path, form="metrics", column="len")
 
 
 # Serving
