@@ -166,13 +166,11 @@ class Scenario(SimulationConfig):
         *,
         record_rewards: bool = False,
         entropy: Sequence[Sequence[int]] | None = None,
-        drafter: Sequence[DrafterState] | None = None,
         delay: int | None = None,
     ) -> Iterator[SimulatedRollout]:
         """Simulate one RL step after another under a policy; nothing is kept.
 
         `entropy` seeds each worker's selector, else [seed, worker] does.
-        `drafter` is the learned drafter's state in each RL step where that is known, else it follows from the training.
         Outcomes come as in an engine; with a `delay` choices hold at once and outcomes come so many choices later.
         """
         entropy = [[self.seed, w] for w in range(self.workers)] if entropy is None else entropy
@@ -198,14 +196,13 @@ class Scenario(SimulationConfig):
         for selector in simulator.selectors:
             selector.drafts_with(registry)
         stream = Stream(self.steps, self.admission, self.seed) if isinstance(self.admission, Admission) else None
-        drafter = self.drafter_states if drafter is None else drafter
         model_before, state = None, DrafterState()
         known = self.acceptance
         if isinstance(known, PerDrafter) and drafters:
             # Requests that are alike for the policy's own drafters have a closed form.
             known = known.only(drafters)
         for at, (step, queues) in enumerate(zip(self.steps, self.queues, strict=True)):
-            state = state if drafter is None else drafter[at]
+            state = state if self.drafter_states is None else self.drafter_states[at]
             simulator.drafters = {n: state if registry[n].has_network else DrafterState() for n in drafters}
             model = known
             if model is not None:

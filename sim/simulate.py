@@ -97,7 +97,7 @@ class SimResult:
         bounds_s, found = self.bounds_s(), self.totals
         strategies = dict.fromkeys(strategy for each in found for strategy in each.strategies)
         speculates = any(strategy.speculates for strategy in strategies)
-        outside = outside_calibration(self.scenario, self.rollouts, found)
+        outside = self.outside_calibration
         evidence = self.scenario.evidence(strategies, outside or ())
         bound_s = float(np.mean(bounds_s)) if bounds_s is not None else None
         return metrics.summary(self._measured, workers=self.scenario.workers) | {
@@ -193,12 +193,25 @@ class SimResult:
     @cached_property
     def totals(self) -> tuple[Totals, ...]:
         """By RL step; the macro-steps themselves are not kept."""
-        return totals(self.rollouts, self.scenario)
+        return tuple(_totals(rollout, self.scenario) for rollout in self.rollouts)
 
     @property
     def mean_accept_length(self) -> float | None:
-        """Over all speculative iterations, as in `summary`."""
-        return accept_length(self.totals)
+        """Tokens per request and speculative iteration, as in `summary`; None where there was none."""
+        pairs = sum(each.pairs for each in self.totals)
+        return math.fsum(token for each in self.totals for token in each.tokens.tolist()) / pairs if pairs else None
+
+    @property
+    def outside_calibration(self) -> dict[str, float] | None:
+        """The shares of iterations outside the range that costs or acceptance were fitted on, only those above 0.
+
+        None where neither records its range.
+        """
+        outside = {name: sum(each.outside[name] for each in self.totals) for name in _OUTSIDE}
+        if self.scenario.costs.calibrated is None and not outside["acceptance"]:
+            return None
+        iterations = sum(each.iterations for each in self.totals)
+        return {name: count / iterations for name, count in outside.items() if count}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,26 +234,20 @@ class Totals:
 _OUTSIDE = ("acceptance", "batch", "verified_tokens", "context_tokens")
 
 
-def totals(rollouts: Sequence[SimulatedRollout], scenario: Scenario | None = None) -> tuple[Totals, ...]:
-    """Return the sums over each rollout; `outside` is by the scenario's costs and acceptance."""
-    found = []
-    for rollout in rollouts:
-        c, worker = rollout.columns()
-        regimes = {id(regime): regime for regime in c.regime}
-        strategies = tuple(dict.fromkeys(regime.strategy for regime in regimes.values()))
-        speculates = c.speculates
-        found.append(
-            Totals(
-                strategies=strategies,
-                iterations=int(c.num_iterations.sum()),
-                outside={} if scenario is None else _iterations_outside(scenario, c, strategies),
-                tokens=c.tokens[speculates],
-                pairs=int((c.num_iterations * c.batch)[speculates].sum()),
-                prefilled_tokens=float(c.prefill_tokens.sum()),
-                busy_s=_busy_s(c, worker, rollout.makespan_s),
-            )
-        )
-    return tuple(found)
+def _totals(rollout: SimulatedRollout, scenario: Scenario) -> Totals:
+    c, worker = rollout.columns()
+    regimes = {id(regime): regime for regime in c.regime}
+    strategies = tuple(dict.fromkeys(regime.strategy for regime in regimes.values()))
+    speculates = c.speculates
+    return Totals(
+        strategies=strategies,
+        iterations=int(c.num_iterations.sum()),
+        outside=_iterations_outside(scenario, c, strategies),
+        tokens=c.tokens[speculates],
+        pairs=int((c.num_iterations * c.batch)[speculates].sum()),
+        prefilled_tokens=float(c.prefill_tokens.sum()),
+        busy_s=_busy_s(c, worker, rollout.makespan_s),
+    )
 
 
 def _iterations_outside(scenario: Scenario, c: Columns, strategies: Sequence[Strategy]) -> dict[str, int]:
@@ -271,27 +278,6 @@ def _busy_s(c: Columns, worker: Ints, until_s: float) -> dict[str, float]:
     covered[np.flatnonzero(np.diff(at, prepend=-1))] = -np.inf
     each = np.split(np.maximum(0.0, ends - np.maximum(starts, covered)), np.flatnonzero(np.diff(at)) + 1)
     return {f"worker {w}": float(part.sum()) for w, part in zip(dict.fromkeys(at.tolist()), each, strict=False)}
-
-
-def accept_length(found: Sequence[Totals]) -> float | None:
-    """Tokens per request and speculative iteration; None where there was none."""
-    pairs = sum(each.pairs for each in found)
-    return math.fsum(token for each in found for token in each.tokens.tolist()) / pairs if pairs else None
-
-
-def outside_calibration(
-    scenario: Scenario, rollouts: Sequence[SimulatedRollout], found: Sequence[Totals] = ()
-) -> dict[str, float] | None:
-    """The shares of iterations outside the range that costs or acceptance were fitted on, only those above 0.
-
-    None where neither records its range. `found` are the rollouts' `totals` where they are known.
-    """
-    found = found or totals(rollouts, scenario)
-    outside = {name: sum(each.outside[name] for each in found) for name in _OUTSIDE}
-    if scenario.costs.calibrated is None and not outside["acceptance"]:
-        return None
-    iterations = sum(each.iterations for each in found)
-    return {name: count / iterations for name, count in outside.items() if count}
 
 
 def outside_text(outside: Mapping[str, float] | None) -> str:

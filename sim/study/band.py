@@ -9,27 +9,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Literal, Self
 
 import numpy as np
 
 from tltlab.acceptance.base import Acceptance, Scaled, scaled
 from tltlab.acceptance.load import DEFAULT
-from tltlab.arrays import Floats, Ints
+from tltlab.arrays import Floats
 from tltlab.calibration.logged import LoggedDrafting
 from tltlab.costs.evidence import interval
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.sim.engine.requests import Requests, Turns
+from tltlab.sim.engine.requests import Requests, of_responses
 from tltlab.sim.placement import place_steps
 from tltlab.sim.scenario import Scenario
 from tltlab.stats import Interval, paired_ratio, paired_speed_up, student_margin
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
-from .study import Cell, Study, by_rl_step
+from .study import Cell, Study, makespans_of
 
 LEVEL = 0.9
 Source = Literal["costs", "acceptance", "lengths"]
@@ -241,7 +240,7 @@ def bands(
     runs += [(end, baseline) for end in ends if baseline is not None] + [(draw, baseline or none) for draw in drawn]
     cells = [Cell(name=str(at), policy=each, scenario=run) for at, (run, each) in enumerate(runs)]
     rows = Study(cells=cells, details=False, jobs=jobs).table()
-    found = list(by_rl_step(rows, "makespan_s").values()) if runs else []
+    found = list(makespans_of(rows).values()) if runs else []
     drafting_s, plain_s = found[: len(ends) + len(drawn)], found[len(ends) + len(drawn) :]
     # The ends of costs and acceptance are those of speculation: plain decoding takes what it took.
     plain_s = plain_s if baseline is not None else [plain.rollout_s] * len(ends) + plain_s
@@ -330,18 +329,9 @@ def _drawn(step: Requests, rng: np.random.Generator) -> Requests:
     names = list(members)
     picks = np.sort(rng.integers(len(names), size=len(names))) if names else np.zeros(0, np.int64)
     chosen = [chain for pick in picks.tolist() for chain in members[names[pick]]]
-    at: Ints = np.array([request for chain in chosen for request in chain], np.int64)
-    turns = None
-    if step.turns is not None:
-        starts = np.concatenate([[0], np.cumsum([len(chain) for chain in chosen])]).tolist()
-        after = [i + 1 if i + 1 < end else -1 for start, end in pairwise(starts) for i in range(start, end)]
-        tool_s, cached = ([values[i] for i in at] for values in (step.turns.tool_s, step.turns.cached_tokens))
-        turns = Turns(after=after, tool_s=tool_s, cached_tokens=cached, first=starts[:-1])
-    return replace(
-        step, prompts=step.prompts[at], caps=step.caps[at], lengths=step.lengths[at], turns=turns,
-        recorded_worker=step.recorded_worker[at], kept=None if step.kept is None else step.kept[at],
-        make_keys=lambda: [step.keys[i] for i in at], make_rows=lambda: step.rows.iloc[at],
-    )  # fmt: skip
+    drawn = of_responses(step, [(step, chain, step.keys[chain[0]]) for chain in chosen])
+    at = [request for chain in chosen for request in chain]
+    return replace(drawn, recorded_worker=step.recorded_worker[at])
 
 
 def _tokens(scenario: Scenario) -> Floats:

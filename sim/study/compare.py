@@ -271,11 +271,10 @@ def _about(
     fastest = min(rows, key=lambda row: row.get("step_s", row["makespan_s"]))[kind] if rows else baseline
     outside: dict[str, float] = {}
     for name in (baseline, fastest):
-        part = table[(table[kind] == name) & (table["seed"] == nominal.seed)] if len(table) else table
-        iterations = max(1, int(part["iterations"].sum())) if len(part) else 1
-        for what in {what for counts in part.get("outside", ()) for what in counts}:
-            share = sum(counts[what] for counts in part["outside"]) / iterations
-            outside[what] = max(outside.get(what, 0.0), share)
+        part = table[(table[kind] == name) & (table["seed"] == nominal.seed)]
+        counts = pd.DataFrame(part["outside"].tolist()).sum()
+        for what, share in (counts / max(1, part["iterations"].sum())).items():
+            outside[str(what)] = max(outside.get(str(what), 0.0), float(share))
     outside = {what: share for what, share in sorted(outside.items()) if share}
     gpus = cells[0].topology.gpus_per_worker if cells and cells[0].topology else nominal.costs.tensor_parallel
     return {

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tltlab.acceptance.base import Acceptance
 from tltlab.planning.placement import PLACEMENTS
 from tltlab.sim.config import SimulationConfig, load_spot_training
 from tltlab.sim.scenario import Scenario, described
@@ -78,14 +77,11 @@ class Scenarios:
     the same RL steps that have the same requests on the same workers share them.
     """
 
-    def __init__(
-        self, trace: Trace, config: SimulationConfig, acceptance: tuple[Acceptance | None, str | None] | None = None
-    ) -> None:
-        """`acceptance` is what `config.find_acceptance` returns, where that is known already."""
+    def __init__(self, trace: Trace, config: SimulationConfig) -> None:
         self.trace = trace
         self.run = trace.rl_steps
         self.is_sampled = config.rl_steps is None
-        model, name = config.find_acceptance(trace) if acceptance is None else acceptance
+        model, name = config.find_acceptance(trace)
         known = config if model is None else replace(config, acceptance=model)
         settled, self.machine = known.on_trace(trace)
         if model is None and self.machine is not None:

@@ -321,6 +321,6 @@ def _key(cell: Cell) -> str:
     return json.dumps([cell.name, dict(cell.axes), cell.scenario.seed, rl_steps], sort_keys=True, default=str)
 
 
-def by_rl_step(table: pd.DataFrame, value: str) -> dict[int, Floats]:
-    """Return the values of each cell in the order of its RL steps."""
-    return {int(str(cell)): rows[value].to_numpy(np.float64) for cell, rows in table.groupby("cell", sort=False)}
+def makespans_of(table: pd.DataFrame) -> dict[int, Floats]:
+    """Return the makespans of each cell in the order of its RL steps."""
+    return {int(str(cell)): rows["makespan_s"].to_numpy(np.float64) for cell, rows in table.groupby("cell", sort=False)}

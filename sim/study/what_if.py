@@ -40,7 +40,7 @@ from tltlab.sim.config import (
 )
 from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import Scenario, policy_name
-from tltlab.sim.simulate import SimResult, outside_calibration, simulated
+from tltlab.sim.simulate import SimResult, simulated
 from tltlab.sim.tuning.search import best_table
 from tltlab.state import DrafterState
 from tltlab.stats import Interval, format_speed_up, interval_ends, paired_speed_up
@@ -172,8 +172,7 @@ class WhatIf:
             return str(self._evidence["distance"])
         if self.scenario.costs.calibrated is None:
             return "never measured"
-        outside = outside_calibration(self.scenario, self.plain.rollouts)
-        return "interpolated" if outside else "measured together"
+        return "interpolated" if self.plain.outside_calibration else "measured together"
 
     @property
     def notes(self) -> tuple[str, ...]:

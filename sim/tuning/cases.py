@@ -22,10 +22,9 @@ from tltlab.policies.selector import Selector
 from tltlab.policies.specs import CustomSpec, FixedSpec
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.simulate import accept_length, totals
 from tltlab.sim.study.band import InputErrors, at_range_ends
 from tltlab.sim.study.sample import spread
-from tltlab.sim.study.study import Cell, Study, by_rl_step
+from tltlab.sim.study.study import Cell, Study, makespans_of
 from tltlab.state import StepState
 from tltlab.stats import Interval, paired_ratio
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -128,8 +127,9 @@ def _lower_envelope(lines: list[tuple[float, float, Strategy]]) -> list[tuple[fl
 
 
 def _mean_tokens(scenario: Scenario, strategy: Strategy) -> float:
-    found = totals(scenario.rollouts(Policy(selector=FixedSpec(strategy=strategy))))
-    return max(1.0, accept_length(found) or 1.0)
+    policy = Policy(selector=FixedSpec(strategy=strategy))
+    result, _ = Cell(name=str(strategy), policy=policy, scenario=scenario).simulate()
+    return max(1.0, result.mean_accept_length or 1.0)
 
 
 ORACLE = "per-iteration oracle"
@@ -231,7 +231,7 @@ class TuningCases:
         table = Study(cells=cells, details=False, jobs=self.jobs).table()
         if failed := table.attrs["failed"]:
             raise ConfigError("; ".join(f"{label}: {why}" for label, why in failed.items()))
-        by_cell = by_rl_step(table, "makespan_s")
+        by_cell = makespans_of(table)
         each: dict[tuple[str, int], list[Floats]] = defaultdict(list)
         for number, cell in enumerate(cells):
             each[cell.name, cell.axes["case"]].append(by_cell[number])

@@ -110,32 +110,27 @@ def tables(prices: Sequence[Prices], max_buckets: int) -> dict[str, Policy]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parameters:
-    """Settings of a policy that a user names, and the values to try. ConfigError for a value that it does not take.
+class Space:
+    """Settings that a search tries with their values, in order where these are numbers, and those to begin with.
 
-    `policy` makes that of a trial, `choices` are its settings with their values, in order where these are numbers, and
-    `first` the settings to begin with: as of `Bandits`.
+    `policy` makes that of a trial.
     """
 
-    base: Policy
-    values: Mapping[str, tuple[Any, ...]]
+    policy: Callable[[Mapping[str, Any]], Policy]
+    choices: Mapping[str, tuple[Any, ...]]
+    first: Mapping[str, Any]
 
-    def __post_init__(self) -> None:
-        for name, values in self.values.items():
-            for value in values:
-                self.policy({name: value}).build(np.random.default_rng(0))
 
-    def policy(self, settings: Mapping[str, Any]) -> Policy:
-        return self.base.with_settings(settings)
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        return dict(self.values)
-
-    def first(self) -> Mapping[str, Any]:
-        selector = self.base.selector
-        settings = selector.args if isinstance(selector, CustomSpec) else dict(selector)
-        kept = {name: settings[name] for name in self.values if isinstance(settings.get(name), int | float)}
-        return {name: value for name, value in kept.items() if not isinstance(self.values[name][0], str)}
+def parameters(base: Policy, values: Mapping[str, tuple[Any, ...]]) -> Space:
+    """Settings of a policy that a user names. ConfigError for a value that it does not take."""
+    selector, first = base.selector, {}
+    settings = selector.args if isinstance(selector, CustomSpec) else dict(selector)
+    for name, each in values.items():
+        for value in each:
+            base.with_settings({name: value}).build(np.random.default_rng(0))
+        if isinstance(settings.get(name), int | float) and not isinstance(each[0], str):
+            first[name] = settings[name]
+    return Space(policy=base.with_settings, choices=values, first=first)
 
 
 def values_of(name: str, text: str) -> tuple[Any, ...]:
@@ -163,54 +158,39 @@ def values_of(name: str, text: str) -> tuple[Any, ...]:
     return values
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bandits:
-    """Makes BEG-MAB policies from settings: buckets are a table's rows, arms the strategies cheapest there."""
+def bandits(prices: Prices, tables: Sequence[SelectorSpec]) -> Space:
+    """BEG-MAB policies: buckets are the rows of a table, arms the strategies cheapest there.
 
-    prices: Prices
-    tables: tuple[SelectorSpec, ...]
-    """The exact table of at most i + 1 rows."""
+    `tables` are the exact ones of at most 1, 2, ... rows.
+    """
 
-    def policy(self, settings: Mapping[str, Any]) -> Policy:
+    def policy(settings: Mapping[str, Any]) -> Policy:
         """The policy of a trial. A relative reward needs no speculation as an arm, which then comes on top."""
-        rows = self.tables[settings["num_buckets"] - 1].rows
-        ends = [row.min_batch - 1 for row in rows[1:]] + [self.prices.max_batch]
+        rows = tables[settings["num_buckets"] - 1].rows
+        ends = [row.min_batch - 1 for row in rows[1:]] + [prices.max_batch]
         buckets = []
         for row, end in zip(rows, ends, strict=True):
-            arms = self.prices.best(min(row.min_batch, end), end, settings["num_arms"])
+            arms = prices.best(min(row.min_batch, end), end, settings["num_arms"])
             if settings["reward"] == "relative" and NO_SPECULATION not in arms:
                 arms.append(NO_SPECULATION)
             buckets.append(Bucket(min_batch=row.min_batch, strategies=tuple(arms)))
-        most = settings["max_requests"]
+        most, same = settings["max_requests"], ("epsilon", "window", "reward", "statistic")
         return Policy(
-            selector=BegMabSpec(
-                buckets=tuple(buckets),
-                epsilon=settings["epsilon"],
-                window=settings["window"],
-                reward=settings["reward"],
-                statistic=settings["statistic"],
-            ),
+            selector=BegMabSpec(buckets=tuple(buckets), **{name: settings[name] for name in same}),
             activation=Activation(max_requests=most) if most else None,
         )
 
-    def first(self) -> Mapping[str, Any]:
-        return SHIPPED_SETTINGS
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        """The settings of a trial and their values; activation 0 is none."""
-        arms = range(2, min(4, len(self.prices.strategies)) + 1)
-        return {
-            "epsilon": EPSILONS,
-            "window": WINDOWS,
-            "reward": ("relative", "paper"),
-            "statistic": ("median", "mean"),
-            "num_arms": tuple(arms),
-            "num_buckets": tuple(range(1, len(self.tables) + 1)),
-            "max_requests": (0, *[t for t in (4, 8, 16, 32, 64, 128) if t < self.prices.max_batch]),
-        }
-
-
-Space = Parameters | Bandits
+    choices = {
+        "epsilon": EPSILONS,
+        "window": WINDOWS,
+        "reward": ("relative", "paper"),
+        "statistic": ("median", "mean"),
+        "num_arms": tuple(range(2, min(4, len(prices.strategies)) + 1)),
+        "num_buckets": tuple(range(1, len(tables) + 1)),
+        # 0 is no activation.
+        "max_requests": (0, *[t for t in (4, 8, 16, 32, 64, 128) if t < prices.max_batch]),
+    }
+    return Space(policy=policy, choices=choices, first=SHIPPED_SETTINGS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +226,7 @@ def search(
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    choices, first = space.choices(), space.first()
+    choices, first = space.choices, space.first
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True, n_startup_trials=12)

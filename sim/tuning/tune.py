@@ -42,7 +42,7 @@ from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
 from .cases import ORACLE, TuningCase, TuningCases
-from .search import Bandits, Parameters, Prices, Space, Trial, elastic, fixed, search, tables, values_of
+from .search import Prices, Space, Trial, bandits, elastic, fixed, parameters, search, tables, values_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -419,24 +419,15 @@ class TuneResult(Judged):
 
     def json(self, path: str | None = None) -> dict[str, Any]:
         """The keys of `tltlab tune --json`."""
-        return {
+        names = ("name", "worth_it", "verdict", "oracle_s", "bound_s", "buckets", "tuned_on", "judged_on",
+                 "placement_gain", "notes", "wall_s")  # fmt: skip
+        return {name: getattr(self, name) for name in names} | {
             "policy": path,
-            "name": self.name,
-            "worth_it": self.worth_it,
-            "verdict": self.verdict,
             "band": {name: band.ends_json() | band.json() for name, band in self.bands.items()},
             "candidates": [asdict(row) for row in self.candidates],
-            "oracle_s": self.oracle_s,
-            "bound_s": self.bound_s,
-            "buckets": list(self.buckets),
-            "tuned_on": [list(steps) for steps in self.tuned_on],
-            "judged_on": [list(steps) for steps in self.judged_on],
-            "placement_gain": self.placement_gain,
             "trials": len(self.trials),
             "settings": self.trials[0].settings if self.trials else None,
             "provenance": self.policy.provenance,
-            "notes": list(self.notes),
-            "wall_s": self.wall_s,
         }
 
 
@@ -492,7 +483,7 @@ def tune(
     spaces: dict[str, Space] = {}
     if isinstance(config.search, Mapping) and config.search:
         values = {key: values_of(key, v) if isinstance(v, str) else tuple(v) for key, v in config.search.items()}
-        spaces = {name: Parameters(base=policy, values=values) for name, policy in own.items()}
+        spaces = {name: parameters(policy, values) for name, policy in own.items()}
     for case in tune_on:
         case.scenario.check_acceptance([Policy(selector=FixedSpec(strategy=strategy)) for strategy in strategies])
     tuning = _with_errors(tune_on, strategies, config)
@@ -523,7 +514,7 @@ def tune(
     # Settings of the policies that are named, which may need whole tokens, or of the bandit.
     if config.trials and strategies and not config.search:
         rows = [prices.table(k) for k in range(1, config.max_buckets + 1)]
-        spaces = {"beg-mab": Bandits(prices=prices, tables=tuple({str(t): t for t in rows}.values()))}
+        spaces = {"beg-mab": bandits(prices, list({str(t): t for t in rows}.values()))}
     found: dict[str, list[Trial]] = {}
     raced: dict[str, float] = {}
     if spaces:

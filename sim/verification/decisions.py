@@ -36,7 +36,6 @@ from tltlab.state import Choice, DrafterState, StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
-from .drafter_state import DrafterStates
 from .errors import table_text
 from .run_files import ActivePolicy, policies_in_force
 
@@ -157,7 +156,7 @@ def _played(trace: Trace, span: Sequence[int], force: ActivePolicy) -> list[Simu
         delivered = frozenset(mine.itertuples(index=False, name=None))
         simulator.drivers[worker] = RecordedDriver(selector, delivered, worker=worker, delay=int(overlapped))
     strategies = tuple(dict.fromkeys((NO_SPECULATION, *selectors[0].strategies)))
-    states = DrafterStates(trace=trace).by_step
+    states = drafters_by_step(trace)
     drafters = sorted({s.drafter for s in strategies if s.speculates})
     played = []
     for step in requests_by_step(trace, list(span), tool_s=0.0):
@@ -197,6 +196,15 @@ class RecordedDriver(PolicyDriver):
         here = (self._rl_step, self._iteration) in self._delivered
         if here or not self._delivered or self.selector.reward(choice, outcome) is None:
             super().tell(choice, outcome, rewarded)
+
+
+def drafters_by_step(trace: Trace) -> dict[int, DrafterState]:
+    """The learned drafter in service in each RL step whose row in `steps` has its age and updates."""
+    if trace.steps is None:
+        return {}
+    rows = trace.steps.dropna(subset=["drafter_age", "drafter_updates"])
+    columns = (rows[name].astype(np.int64) for name in ("rl_step", "drafter_age", "drafter_updates"))
+    return {step: DrafterState(age=age, updates=done) for step, age, done in zip(*columns, strict=True)}
 
 
 def most_requests(iterations: pd.DataFrame) -> int | None:

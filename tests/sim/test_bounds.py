@@ -17,7 +17,7 @@ from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.costs.linear import LinearCosts
 from tltlab.policies.policy import load_policy
 from tltlab.sim import simulate
-from tltlab.sim.bounds import Floors, envelope, lower_bound_s, shared_bound_s
+from tltlab.sim.bounds import Floors, lower_bound_s, shared_bound_s
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario
@@ -280,11 +280,6 @@ def test_a_long_response_needs_room_of_its_own():
     floors = Floors.of(Regimes([NO_SPECULATION], per_request, None), 31)
     older_s = lower_bound_s(step, floors, per_request, 2, None, 0)
     assert shared_bound_s(step, floors, per_request, 2) > 1.1 * older_s
-
-
-def test_an_envelope_leaves_out_what_lies_above_it():
-    x, y = envelope(np.array([1.0, 2.0, 3.0, 4.0, 4.0]), np.array([1.0, 1.0, 4.0, 9.0, 8.0]))
-    assert (x.tolist(), y.tolist()) == ([0.0, 2.0, 3.0, 4.0], [0.0, 1.0, 4.0, 8.0])
 
 
 @pytest.mark.parametrize("acceptance", ["ngram=0.8@1k", "ngram=0.8@3k", "ngram=0.8"])

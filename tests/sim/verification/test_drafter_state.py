@@ -14,8 +14,7 @@ from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import simulate
-from tltlab.sim.verification.drafter_state import DrafterStates
-from tltlab.sim.verification.rollouts import verify
+from tltlab.sim.verification.rollouts import DrafterStates, verify
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, read
 
