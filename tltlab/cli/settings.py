@@ -47,10 +47,10 @@ def settings(
     if not rows:
         nearest = did_you_mean(str(section), sections)
         raise ConfigError(f"recipes have no section {section!r}{nearest}; there are {', '.join(sections)}")
-    emit({"settings": rows}, as_json=as_json, text=text(rows))
+    emit({"settings": rows}, as_json=as_json, text=settings_text(rows))
 
 
-def text(rows: list[dict[str, Any]]) -> str:
+def settings_text(rows: list[dict[str, Any]]) -> str:
     """Return a table for each section; a sentence on several settings is printed once."""
     lines = []
     for section in dict.fromkeys(row["section"] for row in rows):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tltlab.charts import FORMATS, save_figure
-from tltlab.console import Json, emit, json_rows, made_by, progress_bar, table
+from tltlab.console import Json, emit, json_rows, made_by, progress_bar
 from tltlab.errors import ConfigError
 from tltlab.files import check_writable, write_file, write_json
 from tltlab.importers.rows import Reading
@@ -18,9 +18,8 @@ from tltlab.report.comparison import comparison_page
 from tltlab.report.page import Part, render
 from tltlab.report.parts import lengths_part, timelines_part
 from tltlab.sim.cli.compare import SAMPLED
-from tltlab.sim.cli.compare import text as comparison_text
+from tltlab.sim.printed import comparison_text, what_if_text
 from tltlab.sim.study.jobs import counted
-from tltlab.sim.study.sample import sample_text
 from tltlab.sim.study.verdict import WhatIf
 from tltlab.sim.study.what_if import WhatIfConfig
 from tltlab.sim.study.what_if import what_if as run
@@ -95,7 +94,7 @@ def what_if(
     elif out is not None:
         write_json(out, result)
     rows = json_rows(answer.systems)
-    lines = [text(answer), "", comparison_text(answer.systems, rows, sampled=answer.is_sampled)]
+    lines = [what_if_text(answer), "", comparison_text(answer.systems, rows, sampled=answer.is_sampled)]
     lines += [f"wrote {path}" for path in (out, policy_out) if path is not None]
     lines += ["", answer.verdict]
     best, training = answer.best, "needs a trained drafter" if answer.best.trained else "needs no training"
@@ -126,26 +125,3 @@ def _pictures(answer: WhatIf) -> tuple[Part, ...]:
     plain, drafting = answer.timelines()
     names = ("without speculation", "with the policy found")
     return lengths_part(answer.trace, per_step(answer.trace)), timelines_part(plain, drafting, names)
-
-
-def text(answer: WhatIf) -> str:
-    """The answer for people, words first."""
-    num_of = len(answer.trace.rl_steps)
-    simulated = sample_text([answer.num_rl_steps], num_of, sampled=answer.is_sampled)
-    used = ", ".join(column if column == name else f"{column} ({name})" for name, column in answer.used.items())
-    evidence = [] if answer.evidence == answer.setting else [answer.evidence.partition(";")[0]]
-    rows = [
-        ("on", ", ".join([f"{answer.setting}: {answer.workers} workers", *evidence])),
-        *(
-            (f"table of {each.drafter}", ", ".join(f"{row.strategy} from batch {row.min_batch}" for row in each.rows))
-            for each in answer.answers
-        ),
-        *([] if answer.training is None else [("training", str(answer.training))]),
-        ("used", used or "a trace"),
-        *([("ignored", ", ".join(answer.ignored))] if answer.ignored else []),
-        ("responses", f"{answer.trace.num_rows('outcomes')} of {num_of} RL steps"),
-        *([("simulated", simulated)] if answer.num_rl_steps < num_of else []),
-        *(("assumed", ", ".join(filter(None, each.values()))) for each in answer.assumed),
-        ("simulated in", f"{answer.wall_s:.1f} s"),
-    ]
-    return "\n".join([answer.verdict, "", table([], rows, words=True)])
