@@ -8,19 +8,19 @@ from typing import Annotated, Any
 import typer
 
 from tltlab.charts import FORMATS, save_figure
-from tltlab.console import AllowCode, Json, emit, json_rows, made_by, progress_bar
+from tltlab.console import AllowCode, Json, emit, json_rows, made_by
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import write_file, write_json
 from tltlab.importers.sources import read
 from tltlab.options import Option, Without, command, to_json
 from tltlab.own import code_allowed
 from tltlab.planning.systems import SYSTEMS
+from tltlab.sim.options import counting
 from tltlab.sim.printed import comparison_text
 from tltlab.sim.scenario import named_policies
 from tltlab.sim.simulate import outside_text
 from tltlab.sim.study.compare import POLICIES, StudyConfig
 from tltlab.sim.study.compare import compare as run
-from tltlab.sim.study.jobs import counted
 from tltlab.sim.study.logged import logged_share
 
 SAMPLED = "a:b, RL steps a to b - 1; or one; or all. [default: of more than 24 a sample]"
@@ -61,7 +61,7 @@ def compare(
         raise ConfigError(f"--out {out}: name a file that ends in {', '.join(_ENDINGS)}")
     source = read(trace)
     journal = None if out is None else out.with_name(f"{out.name}.cells")
-    with code_allowed(allow_code or ()), progress_bar("simulation", None) as bar, counted(lambda: bar("")):
+    with code_allowed(allow_code or ()), counting():
         chosen = None if systems is not None and policies is None else named_policies(policies or POLICIES)
         if systems is None and chosen is not None and len(chosen) < 2 and not config.axes:
             raise ConfigError(f"--policies {policies!r}: give at least two to compare, or a list for an option")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tltlab.charts import FORMATS, save_figure
-from tltlab.console import Json, emit, json_rows, made_by, progress_bar
+from tltlab.console import Json, emit, json_rows, made_by
 from tltlab.errors import ConfigError
 from tltlab.files import check_writable, write_file, write_json
 from tltlab.importers.rows import Reading
@@ -18,8 +18,8 @@ from tltlab.report.comparison import comparison_page
 from tltlab.report.page import Part, render
 from tltlab.report.parts import lengths_part, timelines_part
 from tltlab.sim.cli.compare import SAMPLED
+from tltlab.sim.options import counting
 from tltlab.sim.printed import comparison_text, what_if_text
-from tltlab.sim.study.jobs import counted
 from tltlab.sim.study.verdict import WhatIf
 from tltlab.sim.study.what_if import WhatIfConfig
 from tltlab.sim.study.what_if import what_if as run
@@ -74,7 +74,7 @@ def what_if(
         raise ConfigError(f"--out {out}: name a file that ends in .html, .png, .svg or .json")
     if policy_out is not None:
         check_writable(policy_out)
-    with progress_bar("simulation", None) as bar, counted(lambda: bar("")):
+    with counting():
         answer = run(lengths, config, reading=reading, form=readings.known_format(form))
     result: dict[str, Any] = answer.json() | {"systems": json_rows(answer.systems), "figures": "simulated"}
     result |= {key: answer.systems.attrs[key] for key in ("baseline", "num_gpus")}
