@@ -251,12 +251,11 @@ def _default(field: FieldInfo) -> str:
 
 def _type(field: FieldInfo) -> str:
     """The type as a person writes it, with the limits that the setting has."""
-    limits = [
-        f"{sign} {getattr(mark, name):g}"
-        for mark in field.metadata
-        for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
-        if getattr(mark, name, None) is not None
-    ]
+    limits = []
+    for mark in field.metadata:
+        for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
+            if (limit := getattr(mark, name, None)) is not None:
+                limits.append(f"{sign} {limit:g}")
     return " ".join([_type_text(field.annotation), ", ".join(limits)]).rstrip()
 
 

@@ -116,8 +116,10 @@ def _simulation(answer: WhatIf, accept: float | None, lengths: Path, policy: Pat
     if accept is not None:
         named["acceptance"] = f"{answer.best.drafter}=geometric:{accept:g}"
     named["seed"] = asked.seed or None
-    options = [word for name, value in named.items() if value is not None for word in (f"--{name}", str(value))]
-    return shlex.join(["tltlab", "simulate", str(lengths), "--policy", str(policy), *options])
+    words = ["tltlab", "simulate", str(lengths), "--policy", str(policy)]
+    for name, value in named.items():
+        words += [] if value is None else [f"--{name}", str(value)]
+    return shlex.join(words)
 
 
 def _pictures(answer: WhatIf) -> tuple[Part, ...]:

@@ -7,10 +7,12 @@ does, what is around it.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -176,93 +178,35 @@ def rl_steps(values: Iterable[int], unit: str = "RL step") -> str:
 
 
 class Signature(NamedTuple):
-    """Log message of a known failure in engines, drafters, Ray or the system.
+    """Log message of a known failure, from `signatures.toml`.
 
-    A line fits `pattern`; it, or a line just before it, fits `context`. Case does not count.
+    A line fits one of `patterns`; it, or a line just before it, fits `context`. Case does not count.
     """
 
     code: str
     title: str
     advice: str
-    pattern: str
+    patterns: list[str]
     context: str = ""
     severity: Severity = "problem"
 
 
-SIGNATURES = (
-    Signature(
-        "capture-out-of-memory",
-        "The GPU ran out of memory while CUDA graphs were captured",
-        "Capture less: fewer strategies in the policy, a smaller activation.max_requests, vllm.max_num_seqs or "
-        "rollout.graph_gib; or leave more room with a lower vllm.gpu_memory_utilization.",
-        r"out of memory(?! occurred when warming up)",
-        r"captur|cuda ?_?graph",
-    ),
-    Signature(
-        "no-room-for-kv-cache",
-        "The engine finds no room for its KV cache",
-        "Raise vllm.gpu_memory_utilization or end other programs on the GPU; on a CPU set vllm.kv_cache_memory_bytes "
-        "(256 MiB is plenty for small models). Or lower vllm.max_model_len.",
-        r"No available memory for the cache blocks|available KV cache memory \(|needed for the largest|"
-        r"is less than desired (GPU|CPU) memory utilization",
-    ),
-    Signature(
-        "out-of-memory",
-        "Memory ran out",
-        "Fewer workers (rollout.num_workers), a smaller vllm.kv_cache_memory_bytes, vllm.max_num_seqs or "
-        "vllm.gpu_memory_utilization, smaller train.tokens_per_microbatch, train.sequence_parallel for long responses.",
-        r"out of memory|OutOfMemoryError|cannot allocate memory|bad_alloc|running low on memory|exit code 137",
-    ),
-    Signature(
-        "engine-died",
-        "An engine died",
-        "The cause stands above this line in the engine's own output: start it with VLLM_LOGGING_LEVEL=INFO.",
-        r"the engine lost \d+ of|EngineDeadError|EngineCore encountered|Engine core initialization failed|"
-        r"EngineCore failed to start",
-    ),
-    Signature(
-        "drafter-not-in-service",
-        "The trained drafter does not serve",
-        "The sentence gives the reason; the previous drafter serves on. Where the policy never drafts with it, set "
-        "rollout.policy to one with its strategies, such as beg-mab-learned, or leave [drafter] out.",
-        r"it is trained and not used|the drafter is not trained any more|does not go into service",
-    ),
-    Signature(
-        "canary-collapsed",
-        "The learned drafter collapsed",
-        "Check that its weights reach the engines whole and share the target's embedding and LM head; until then "
-        "drafter.fallback serves. drafter.canary.collapse sets the bound.",
-        r"the learned drafter has collapsed",
-    ),
-    Signature(
-        "drafter-untrained",
-        "The learned drafter had not learned enough to serve",
-        "Warm it up before the run: tltlab train-drafter, then drafter.checkpoint. The fallback served.",
-        r"the learned drafter has not learned yet",
-        severity="hint",
-    ),
-    Signature(
-        "run-stopped",
-        "The run stopped with an error",
-        "tltlab COMMAND --debug shows where; Ray's logs (/tmp/ray/session_latest/logs) and the kernel's (dmesg, for "
-        "memory) show why a process died.",
-        r"^the run stopped: (?!.*KeyboardInterrupt)|an actor (died|failed)|ActorDiedError|RayActorError|"
-        r"No space left on device|Disk quota exceeded|Too many open files|Address already in use|EADDRINUSE|"
-        r"operator torchvision::\w+ does not exist|libtorch\w*\.so[^\n]*undefined symbol",
-    ),
-)
-"""From the particular to the general: a line counts for the first that fits it."""
+_TABLE = tomllib.loads(files(__package__).joinpath("signatures.toml").read_text(encoding="utf-8"))
+SIGNATURES = tuple(Signature(**row) for row in _TABLE["signature"])
 
 
 @check("deaths", "nothing died or was given up")
 def deaths(run: RunEvidence) -> Findings:
     """Each known cause of death of the run, or of one of its engines, and what became of its drafter."""
     need(run.events or run.logs, "the run has neither events.jsonl nor *.log files")
-    lines: dict[Signature, list[_LogLine]] = {signature: [] for signature in SIGNATURES}
+    lines: dict[str, list[_LogLine]] = {signature.code: [] for signature in SIGNATURES}
     for line in _lines(run):
         if signature := next((signature for signature in SIGNATURES if _fits(line, signature)), None):
-            lines[signature].append(line)
-    for signature, (first, *others) in ((signature, found) for signature, found in lines.items() if found):
+            lines[signature.code].append(line)
+    for signature in SIGNATURES:
+        if not lines[signature.code]:
+            continue
+        first, *others = lines[signature.code]
         quote = one_line(first.text)
         quote = quote if len(quote) <= QUOTE_LETTERS else quote[: QUOTE_LETTERS - 3] + "..."
         more = f" (and {len(others)} more like it)" if others else ""
@@ -279,8 +223,9 @@ class _LogLine(NamedTuple):
 
 
 def _fits(line: _LogLine, signature: Signature) -> bool:
-    pairs = ((signature.pattern, line.text), (signature.context, line.before + line.text))
-    return all(re.search(pattern, text, re.IGNORECASE) for pattern, text in pairs)
+    if not re.search(signature.context, line.before + line.text, re.IGNORECASE):
+        return False
+    return any(re.search(pattern, line.text, re.IGNORECASE) for pattern in signature.patterns)
 
 
 def _lines(run: RunEvidence) -> Iterator[_LogLine]:
