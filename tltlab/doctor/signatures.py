@@ -7,12 +7,11 @@ does, what is around it.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -29,6 +28,7 @@ from tltlab.traces.trace import Trace
 from .evidence import (
     ENOUGH_STEPS,
     NO_LOG,
+    TEXTS,
     NotChecked,
     RunEvidence,
     accepted_pairs,
@@ -57,16 +57,6 @@ LARGE_SHARE = 0.3  # share of the RL step from which a stage that grew is a prob
 KEPT = 1.2  # accept length of a drafter that did work: TLT's Fig 13 has its cheapest step at 1.71 plain ones
 LOST = 0.5  # share of the tokens gained per draft that a fall must take
 SLOWER = 1.3  # seconds per token over those before: single rollouts vary by some 10 %
-
-TRAIN_OR_REPLACE = (
-    "A learned drafter: train it before the run (tltlab train-drafter, drafter.checkpoint) or more within it "
-    "(drafter.schedule.kind = always, drafter.max_updates); drafter.fallback serves until then. A model-free one: "
-    "draft less deep, or use a learned drafter ([drafter], rollout.policy = beg-mab-learned)."
-)
-LOAD_ANEW = (
-    "Outputs stay right, only time is lost. Load the drafter's weights anew after sleep, wake-up and weight sync "
-    "(level-2 sleep throws them away), or switch drafting off until they are."
-)
 
 Severity = Literal["problem", "hint"]
 
@@ -168,12 +158,8 @@ def rl_steps(values: Iterable[int], unit: str = "RL step") -> str:
     >>> rl_steps([5, 0, 1, 2, 2])
     'RL steps 0-2, 5'
     """
-    runs: list[list[int]] = []
-    for value in sorted(set(map(int, values))):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
+    steps = enumerate(sorted(set(map(int, values))))
+    runs = [[value for _, value in run] for _, run in groupby(steps, lambda step: step[1] - step[0])]
     return f"{unit}s " + ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
@@ -191,8 +177,7 @@ class Signature(NamedTuple):
     severity: Severity = "problem"
 
 
-_TABLE = tomllib.loads(files(__package__).joinpath("signatures.toml").read_text(encoding="utf-8"))
-SIGNATURES = tuple(Signature(**row) for row in _TABLE["signature"])
+SIGNATURES = tuple(Signature(**row) for row in TEXTS["signature"])
 
 
 @check("deaths", "nothing died or was given up")
@@ -306,7 +291,7 @@ def acceptance_low(run: RunEvidence) -> Findings:
             yield problem(
                 f"The drafts of {drafter} are kept too rarely to pay",
                 f"{drafter} yields {accepted:.2f} tokens per draft, the bonus token included.",
-                TRAIN_OR_REPLACE,
+                TEXTS["advice"]["train-or-replace"],
                 rl_steps(rows["rl_step"]),
             )
 
@@ -373,7 +358,7 @@ def drafts_collapse(run: RunEvidence) -> Findings:
         f"Drafts are {kept} from {run.unit} {bad['rl_step'].iloc[0]} on" if at else "Drafts are not kept",
         f"{fall} {'while drafts continue' if on else 'or nothing was drafted, which the log does not show'}"
         f"{_rates(before, bad) if name == 'accept_length' else ''}{times}.",
-        TRAIN_OR_REPLACE if run.log is None else LOAD_ANEW,
+        TEXTS["advice"]["train-or-replace" if run.log is None else "load-anew"],
         rl_steps(bad["rl_step"], run.unit),
     )
 
