@@ -190,11 +190,7 @@ def remedy(stage: str) -> str:
 
 
 def stage_label(stage: str) -> str:
-    """A stage in words.
-
-    >>> stage_label("sync"), stage_label("timing_s/testing")
-    ('weight sync', 'timing_s/testing')
-    """
+    """A stage in words."""
     return str(TEXTS["labels"].get(stage, stage))
 
 

@@ -208,9 +208,8 @@ class _LogLine(NamedTuple):
 
 
 def _fits(line: _LogLine, signature: Signature) -> bool:
-    if not re.search(signature.context, line.before + line.text, re.IGNORECASE):
-        return False
-    return any(re.search(pattern, line.text, re.IGNORECASE) for pattern in signature.patterns)
+    found = any(re.search(pattern, line.text, re.IGNORECASE) for pattern in signature.patterns)
+    return found and re.search(signature.context, line.before + line.text, re.IGNORECASE) is not None
 
 
 def _lines(run: RunEvidence) -> Iterator[_LogLine]:
