@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from textwrap import shorten
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -192,8 +193,7 @@ def deaths(run: RunEvidence) -> Findings:
         if not lines[signature.code]:
             continue
         first, *others = lines[signature.code]
-        quote = one_line(first.text)
-        quote = quote if len(quote) <= QUOTE_LETTERS else quote[: QUOTE_LETTERS - 3] + "..."
+        quote = shorten(one_line(first.text), QUOTE_LETTERS, placeholder="...")
         more = f" (and {len(others)} more like it)" if others else ""
         steps = [line.rl_step for line in (first, *others) if line.rl_step is not None]
         evidence, where = f'{first.source} says "{quote}"{more}.', rl_steps(steps) if steps else None
@@ -342,9 +342,9 @@ def drafts_collapse(run: RunEvidence) -> Findings:
     on = bool(bad["has_drafts"].all())
     if (len(before) and before["accept_length"].median() < KEPT) or len(bad) < (1 if on else SIDE):
         return
-    slower = _slower(run, before["rl_step"], bad["rl_step"])
+    ratio_of_times, longer = _slower(run, before["rl_step"], bad["rl_step"])
     # A log may write one token per draft where nothing was drafted.
-    sure = on or (len(before) > 0 and slower is not None and slower.times >= KEPT)
+    sure = on or (len(before) > 0 and ratio_of_times >= KEPT)
     need(sure or len(before), "accept length is 1 in all RL steps, and the log has no number of drafts")
     subject, name, form = "Accept length", "accept_length", ".2f"
     if run.log is not None and run.log[name].isna().all():
@@ -352,11 +352,10 @@ def drafts_collapse(run: RunEvidence) -> Findings:
     was, now = (format(part[name].median(), form) for part in (before, bad))
     fall = f"{subject} falls from {was} to {now}" if len(before) else f"{subject} is {now}"
     kept = "kept no more" if none_kept.any() else "kept far less"
-    times = f"; rollouts take {slower}" if slower is not None else ""
     yield (problem if sure else hint)(
         f"Drafts are {kept} from {run.unit} {bad['rl_step'].iloc[0]} on" if at else "Drafts are not kept",
         f"{fall} {'while drafts continue' if on else 'or nothing was drafted, which the log does not show'}"
-        f"{_rates(before, bad) if name == 'accept_length' else ''}{times}.",
+        f"{_rates(before, bad) if name == 'accept_length' else ''}{longer and f'; rollouts take {longer}'}.",
         TEXTS["advice"]["train-or-replace" if run.log is None else "load-anew"],
         rl_steps(bad["rl_step"], run.unit),
     )
@@ -386,28 +385,17 @@ def _rates(before: pd.DataFrame, bad: pd.DataFrame) -> str:
     return f", {now:.0%} of the drafted tokens are kept{'' if pd.isna(was) else f' after {was:.0%}'}"
 
 
-class _Slower(NamedTuple):
-    """Seconds of rollouts late and early in a run, and the ratio of their seconds per token."""
-
-    took_s: float
-    before_s: float
-    times: float
-
-    def __str__(self) -> str:
-        return f"{self.took_s:.3g} s after {self.before_s:.3g} s, {self.times:.2f} times as long per token"
-
-
-def _slower(run: RunEvidence, before: pd.Series, behind: pd.Series) -> _Slower | None:
-    """Compare rollouts of some RL steps; None where their times are not known."""
+def _slower(run: RunEvidence, before: pd.Series, behind: pd.Series) -> tuple[float, str]:
+    """Return how many times as long rollouts take per token as before, and that in words; (1.0, "") where unknown."""
     try:
         rows = run.per_token.set_index("rl_step")
     except NotChecked:
-        return None
+        return 1.0, ""
     was, now = rows[rows.index.isin(before)], rows[rows.index.isin(behind)]
     if was.empty or now.empty:
-        return None
-    times = now["per_token"].median() / was["per_token"].median()
-    return _Slower(now["rollout_s"].median(), was["rollout_s"].median(), times)
+        return 1.0, ""
+    times, took_s = now["per_token"].median() / was["per_token"].median(), now["rollout_s"].median()
+    return times, f"{took_s:.3g} s after {was['rollout_s'].median():.3g} s, {times:.2f} times as long per token"
 
 
 @check("switches-often", "few switches")
@@ -475,9 +463,9 @@ def rollout_slower(run: RunEvidence) -> Findings:
     if at is None:
         return
     before, behind = rows.iloc[:at], rows.iloc[at:]
-    slower = _slower(run, before["rl_step"], behind["rl_step"])
+    ratio_of_times, longer = _slower(run, before["rl_step"], behind["rl_step"])
     longest = behind["per_longest"].median() / before["per_longest"].median()
-    if slower is None or min(slower.times, longest) < SLOWER:
+    if min(ratio_of_times, longest) < SLOWER:
         return
     collapsed: list[Finding] = []
     with suppress(NotChecked):
@@ -485,7 +473,7 @@ def rollout_slower(run: RunEvidence) -> Findings:
     need(not collapsed, "drafts that are not kept explain what rollouts take")
     yield problem(
         f"Rollouts are slower from RL step {behind['rl_step'].iloc[0]} on",
-        f"They take {slower}.",
+        f"They take {longer}.",
         "Look at what changed there: devices, other jobs, engine settings, speculation.",
         rl_steps(behind["rl_step"]),
     )
@@ -495,8 +483,7 @@ def rollout_slower(run: RunEvidence) -> Findings:
 def stage_grows(run: RunEvidence) -> Findings:
     """A stage takes far more of the RL step late in the run than early."""
     stages = run.stages
-    enough = len(stages) >= 2 * SIDE + 1
-    need(enough, f"a change needs {2 * SIDE + 1} RL steps whose stages are timed")
+    need(len(stages) > 2 * SIDE, f"a change needs {2 * SIDE + 1} RL steps whose stages are timed")
     found: list[tuple[float, Finding]] = []
     for name in stages.columns.difference(["step", "rollout"]):
         timed = stages[stages[name].notna() & (stages["step"] > 0)]
@@ -545,8 +532,7 @@ def several_turns(run: RunEvidence) -> Findings:
 def not_bottleneck(run: RunEvidence) -> Findings:
     """The rollout, or waiting for it, is less than half of an RL step: speeding it up cannot help much."""
     rows, part = rollout_rows(run.stages)
-    enough = len(rows) >= ENOUGH_STEPS
-    need(enough, f"the times of the stages (steps) are known of fewer than {ENOUGH_STEPS} RL steps")
+    need(len(rows) >= ENOUGH_STEPS, f"fewer than {ENOUGH_STEPS} RL steps have the times of their stages (steps)")
     others = rows.drop(columns=[part, "step"]).fillna(0.0)
     timed = others.to_numpy().any()
     need(timed, "only the rollout's time is known, not that of the stages behind it (simulate: --stages)")
@@ -568,8 +554,7 @@ def not_bottleneck(run: RunEvidence) -> Findings:
 def waiting_queue(run: RunEvidence) -> Findings:
     """Requests were thrown out of the KV cache and prefilled again, or wait for a place."""
     table = run.iterations
-    counted = table["num_waiting"].notna().any()
-    need(counted, "the trace has no number of waiting requests (iterations.num_waiting)")
+    need(table["num_waiting"].notna().any(), "the trace has no number of waiting requests (num_waiting)")
     again = table["prefill_tokens"].sum() / max(int(run.known.workload["prompt_tokens"].sum()), 1)
     waiting = table.loc[table["num_waiting"].fillna(0) > 0, "duration"].sum() / table["duration"].sum()
     if again > PREFILL_AGAIN:
