@@ -197,7 +197,7 @@ class SimulationConfig:
 
     def find_costs(self, trace: Trace) -> tuple[CostModel, str]:
         """The cost model, and what a user calls it."""
-        beside = beside_trace(trace, "costs.json")
+        beside = file_of_run(trace, "costs.json")
         default = str(beside or "cpu-small (the default: the trace has no costs)")
         model = load_costs(self.costs if self.costs is not None else beside or "cpu-small")
         return model, named(self.costs, default)
@@ -211,7 +211,7 @@ class SimulationConfig:
         table = trace.acceptance
         if table is not None and len(table):
             return TraceAcceptance(table), "the trace's own"
-        if self.acceptance is None and (beside := beside_trace(trace, "acceptance.json")):
+        if self.acceptance is None and (beside := file_of_run(trace, "acceptance.json")):
             return load_acceptance(beside), min(str(beside), os.path.relpath(beside), key=len)
         rows = trace.arrow("iterations")
         if rows is not None and pc.any(pc.greater(rows["draft_depth"], 0)).as_py():
@@ -265,7 +265,7 @@ def load_spot_training(source: SpotTraining | Source) -> SpotTraining:
         return SpotTraining.model_validate(value)
 
 
-def beside_trace(trace: Trace, name: str) -> Path | None:
+def file_of_run(trace: Trace, name: str) -> Path | None:
     """The file of that name in the trace's folder, else in the RUN folder that the trace is part of."""
     if trace.path is None:
         return None

@@ -433,12 +433,12 @@ def _spans(pipeline: _Pipeline, steps: pd.DataFrame, num_workers: int, shared: b
         lanes = {f"worker {w}": outside for w in range(num_workers)}
         lanes["trainer"] = list(_with_gaps(trainer, after=False, until_s=pipeline.done_s[-1]))
     rl_step, t_start = steps["rl_step"].tolist(), steps["t_start"].tolist()
-    rows = [
-        span(rl_step[i.step], lane, i.kind, i.start_s - t_start[i.step], i.end_s - i.start_s, detail=i.detail)
-        for lane, intervals in lanes.items()
-        for i in intervals
-        if i.end_s > i.start_s
-    ]
+    rows = []
+    for lane, intervals in lanes.items():
+        for i in intervals:
+            if (duration := i.end_s - i.start_s) > 0:
+                start_s = i.start_s - t_start[i.step]
+                rows.append(span(rl_step[i.step], lane, i.kind, start_s, duration, detail=i.detail))
     return pd.DataFrame(rows, columns=TABLES["spans"].names).sort_values("rl_step", kind="stable", ignore_index=True)
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, Unpack, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, Unpack, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
-from .errors import ConfigError
+from .errors import ConfigError, one_line
 from .files import sealed, write_json
 
 MOST_CHARS = 60
@@ -222,3 +224,69 @@ def _fault(fault: Any, place: str) -> str:
     if fault["type"] not in _SELF_EXPLANATORY:
         message += f" (got {shown(fault['input'])})"
     return f"{place}: {message}" if place else message
+
+
+WHOLE = "recipe"
+"""Section of the settings outside of one."""
+
+
+def settings_of(model: type[BaseModel], section: str = WHOLE) -> list[dict[str, Any]]:
+    """A row for each setting, sections after settings outside of one; `about` is the section's docstring."""
+    top, inner = [], []
+    for name, field in model.model_fields.items():
+        inside = name if section == WHOLE else f"{section}.{name}"
+        part = _section(field)
+        if part is not None:
+            inner += settings_of(part, inside)
+            continue
+        about = _about(model, name)
+        top.append({"section": section, "name": name, "default": _default(field), "type": _type(field), "about": about})
+    return top + inner
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a section: the field's type, or the only one beside None."""
+    kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if kind is not type(None)]
+    models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    plain = isinstance(field.annotation, type) or get_origin(field.annotation) in (Union, types.UnionType)
+    return models[0] if plain and len(models) == 1 and len([k for k in kinds if isinstance(k, type)]) == 1 else None
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return "none" if value is None else shown(value.model_dump(mode="json") if isinstance(value, BaseModel) else value)
+
+
+def _type(field: FieldInfo) -> str:
+    """The type as a person writes it, with the limits that the setting has."""
+    limits = []
+    for mark in field.metadata:
+        for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
+            if (limit := getattr(mark, name, None)) is not None:
+                limits.append(f"{sign} {limit:g}")
+    return " ".join([_type_text(field.annotation), ", ".join(limits)]).rstrip()
+
+
+def _type_text(kind: Any) -> str:
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return "|".join(map(str, inside))
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type_text(member) for member in inside if member is not type(None))
+    if origin is Annotated:
+        return _type_text(inside[0])
+    if origin in (tuple, list):
+        return f"list of {_type_text(inside[0])}"
+    if origin is dict:
+        return "section"
+    return str(getattr(kind, "__name__", kind)).replace("str", "text").replace("bool", "true|false")
+
+
+def _about(model: type[BaseModel], name: str) -> str:
+    """The sentence of the docstring that names the setting, without what a semicolon parts from it."""
+    sentences = re.split(r"(?<=[.;])\s+(?![^()]*\))", one_line(model.__doc__ or ""))
+    sentence = next((sentence for sentence in sentences if f"`{name}`" in sentence), "")
+    begins = sentence.partition(" ")[0]
+    return re.sub(r";$", ".", sentence[:1].upper() + sentence[1:] if begins.isalpha() else sentence)

@@ -231,7 +231,7 @@ def pictures(trace: Trace, rl_step: int, tuned: Policy, out: Path, seed: int) ->
     write_perfetto(out / "timeline.json", trace)
 
 
-def text(result: dict[str, Any]) -> str:
+def demo_text(result: dict[str, Any]) -> str:
     """The demo's result for a terminal: a row per policy, then what it comes to."""
     steps = pd.DataFrame(result["steps"])
     drafter = result["drafter"]

@@ -218,7 +218,7 @@ def with_model(config: Mapping[str, Any], models: TinyModels) -> dict[str, Any]:
     return {**config, "model": str(getattr(models, method))}
 
 
-def text(report: Mapping[str, Any]) -> str:
+def audit_text(report: Mapping[str, Any]) -> str:
     """Return the report as a table."""
     rows = report["cases"]
     lines = [

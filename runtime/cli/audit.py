@@ -50,7 +50,7 @@ def audit(
     Example: tltlab audit --fast --vllm max_num_seqs=64
     """
     # vLLM takes seconds to import: --help must not wait for it.
-    from tltlab.runtime.audit.run import run_audit, text
+    from tltlab.runtime.audit.run import audit_text, run_audit
 
     report = run_audit(
         fast=fast,
@@ -63,7 +63,7 @@ def audit(
         seed=seed,
         progress=progress,
     )
-    emit(report, as_json=json, text=text(report))
+    emit(report, as_json=json, text=audit_text(report))
     if not report["passed"]:
         raise typer.Exit(1)
 

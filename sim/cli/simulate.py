@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -23,10 +23,11 @@ from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim.config import SimulationConfig, Source
+from tltlab.sim.printed import summary_lines
 from tltlab.sim.rl_steps import load_topology
 from tltlab.sim.rl_steps import summary as whole_steps
 from tltlab.sim.scenario import Scenario, policy_name
-from tltlab.sim.simulate import SimResult, outside_text
+from tltlab.sim.simulate import SimResult
 from tltlab.sim.study.sample import Scenarios
 from tltlab.sim.study.study import Cell
 from tltlab.sim.study.systems import cell_named
@@ -199,62 +200,3 @@ def refuse_to_overwrite_recording(out: Path | None) -> None:
         raise ConfigError(
             f"{out} holds a trace of kind {kind!r}, which a simulation must not replace: choose another --out"
         )
-
-
-def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The summary for people: a label and a figure in words each."""
-
-    def shown(key: str, form: str) -> str:
-        return "unknown" if summary[key] is None else format(summary[key], form)
-
-    between = ""
-    if summary["makespan_interval_s"] is not None:
-        low, high = summary["makespan_interval_s"]
-        between = f", 90 %: {low:.4g} to {high:.4g} s"
-    once = ", a group's prompt once on each worker" if summary["prefix_caching"] else ""
-    accept = "no speculation" if summary["mean_accept_length"] is None else shown("mean_accept_length", ".3f")
-    steps = len(summary["makespan_s_per_step"])
-    regret = f"regret {shown('regret', '.1%')}"
-    bound = f"{shown('lower_bound_s', '.4g')} s, any use of the drafts that the acceptance covers ({regret})"
-    speed_up = None
-    if ratios := summary["speedup"]:
-        step = "" if ratios["rl_step"] is None else f", of the RL step {ratios['rl_step']:.2f}x"
-        speed_up = f"{ratios['rollout']:.2f}x over no speculation{step}"
-    lines = [
-        ("makespan", f"{shown('makespan_s', '.4g')} s (mean of {steps} RL steps){between}"),
-        *([] if speed_up is None else [("speed-up", speed_up)]),
-        ("costs", summary["evidence"]["says"]),
-        ("lower bound", bound),
-        ("throughput", f"{shown('tokens_per_s', '.4g')} tokens/s"),
-        ("responses, tokens", f"{summary['num_responses']}, {summary['num_tokens']}"),
-        ("prefilled", f"{summary['prefilled_tokens']} tokens{once}"),
-        ("idle workers", f"{shown('bubble_fraction', '.1%')} of worker time"),
-        ("tail", f"{shown('tail_fraction', '.1%')} of the rollout"),
-        ("accept length", accept),
-        ("costs, acceptance", f"{summary['costs']}; {summary['acceptance'] or 'none needed'}"),
-        ("simulated in", f"{shown('wall_s', '.3g')} s"),
-    ]
-    if outside := outside_text(summary["outside_calibration"]):
-        lines.append(("extrapolated", outside))
-    if stale := summary["asynchronous"]:
-        bias = "unknown" if stale["length_bias"] is None else f"{stale['length_bias']:.3f}"
-        means = f"{stale['mean_length_trained']:.4g} of {stale['mean_length_generated']:.4g} tokens: bias {bias}"
-        ages = f"{stale['staleness_mean']:.2f} updates old, {stale['staleness_max']} at most"
-        lines.append(("trained, generated", f"{means}; {ages}, {stale['dropped_share']:.1%} dropped"))
-    if turns := summary["multi_turn"]:
-        waited = f", {turns['tool_wait_s']:.4g} s waiting for one" if turns["tool_wait_s"] else ""
-        prefilled = f"{turns['prefilled_tokens'] / max(1, turns['prompt_tokens']):.1%} of prompt tokens prefilled"
-        away = f"{turns['turns_per_response']:.2f} per response, {turns['tool_s']:.4g} s at tools{waited}"
-        lines.append(("turns", f"{away}, {prefilled}"))
-    if spot := summary["spot_training"]:
-        idle = f"{spot['used_share']:.1%} of {spot['idle_worker_s']:.4g} idle worker seconds"
-        lines.append(("spot training", f"{spot['updates']} updates in {idle}, {spot['checkpoints']} checkpoints"))
-    if "step_s" in summary:
-        each = (f"{name.removesuffix('_s')} {seconds:.4g} s" for name, seconds in summary["stages"].items())
-        lines += [
-            ("RL step", f"{summary['step_s']:.4g} s ({summary['topology']}, {summary['num_gpus']} GPUs)"),
-            ("stages", ", ".join(each)),
-            ("rollout share", shown("rollout_share", ".1%")),
-            ("idle GPUs", f"{summary['idle_gpu_fraction'] or 0.0:.1%} of GPU time"),
-        ]
-    return lines

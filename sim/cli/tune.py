@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tltlab.console import Json, emit, made_by, progress, progress_bar, table
+from tltlab.console import Json, emit, made_by, progress, progress_bar
 from tltlab.errors import ConfigError
 from tltlab.files import check_writable
 from tltlab.importers.sources import read
 from tltlab.options import Option, Without, command, to_json
+from tltlab.sim.printed import tuning_text
 from tltlab.sim.study.jobs import counted
-from tltlab.sim.study.reduce import DRAWS_ONLY, REGRET, drafters_text, granted_text, speed_up_cells
-from tltlab.sim.tuning.tune import TuneConfig, TuneResult
+from tltlab.sim.tuning.tune import TuneConfig
 from tltlab.sim.tuning.tune import tune as run
 
 
@@ -62,36 +61,4 @@ def tune(
         )
     result.policy.write(out)
     journal.unlink(missing_ok=True)
-    emit(result.json(str(out)) | {"settings": to_json(config)}, as_json=as_json, text=text(result, out))
-
-
-def text(result: TuneResult, out: Path) -> str:
-    """Return the result for people."""
-    rows: list[tuple[str, ...]] = []
-    for row in result.candidates:
-        ratio = {"": row.ratio, "_low": row.ratio_high, "_high": row.ratio_low}
-        speed_up = speed_up_cells({f"speed_up{end}": value and 1.0 / value for end, value in ratio.items()})
-        regret = "" if row.regret is None else f"{row.regret:.1%}"
-        name = row.name if len(row.name) <= 29 else row.name[:26] + "..."
-        rows.append((name, drafters_text(row.drafters), f"{row.makespan_s:.4g}", *speed_up, regret))
-    rows += [
-        ("per-iteration oracle", "", f"{result.oracle_s:.4g}"),
-        ("clairvoyant bound", "", f"{result.bound_s:.4g}"),
-    ]
-    lines = [
-        table(["policy", "drafters", "makespan s", "speed-up", "draws only", "regret"], rows, left=2),
-        *filter(None, [granted_text([asdict(row) for row in result.candidates], "name")]),
-        "",
-        f"simulated, on RL steps held out; speed-up: over {result.best_fixed}, the best fixed strategy; {DRAWS_ONLY}; "
-        f"{REGRET}",
-        f"minimised: {result.policy.provenance['objective']}",
-        f"verdict: {result.verdict}",
-    ]
-    if (gain := result.placement_gain - 1) >= 0.005:
-        lines.append(f"placement by expected lengths would make it {gain:.0%} faster still")
-    if result.trials:
-        settings = ", ".join(f"{name} {value}" for name, value in result.trials[0].settings.items())
-        lines.append(f"tuned {result.tuned}: {settings}")
-    counts = f"{len(result.searched)} policies and {len(result.trials)} settings were searched"
-    lines += [f"{counts}; {result.wall_s:.0f} s", f"{result.name} -> {out}"]
-    return "\n".join(lines + [f"note: {note}" for note in result.notes])
+    emit(result.json(str(out)) | {"settings": to_json(config)}, as_json=as_json, text=tuning_text(result, out))

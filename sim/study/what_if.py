@@ -33,9 +33,9 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableSpec
 from tltlab.sim.config import (
     SimulationConfig,
-    beside_trace,
     check_keywords,
     decision_interval,
+    file_of_run,
     has_epochs,
 )
 from tltlab.sim.placement import EXPECTED
@@ -547,7 +547,7 @@ def what_if(
 def with_default_machine(config: WhatIfConfig, trace: Trace) -> WhatIfConfig:
     """Return the settings; where they name no machine that of the trace's costs, else `GPUS`."""
     counted = config.workers is not None or trace.manifest.num_workers is not None
-    has_costs = counted and beside_trace(trace, "costs.json") is not None
+    has_costs = counted and file_of_run(trace, "costs.json") is not None
     if config.is_on_machine or config.costs is not None or has_costs:
         return config
     return replace(config, gpus=GPUS)

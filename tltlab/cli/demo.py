@@ -24,11 +24,11 @@ def demo(
     Example: tltlab demo --out demo --fast
     """
     # torch, Ray and vLLM take seconds to import: --help should not wait for them.
-    from tltlab.demo import FAST, FULL, run_demo, text
+    from tltlab.demo import FAST, FULL, demo_text, run_demo
 
     make_room(out)
     result = run_demo(out, FAST if fast else FULL, task=task, seed=seed)
-    emit(result, as_json=as_json, text=text(result))
+    emit(result, as_json=as_json, text=demo_text(result))
 
 
 def make_room(out: Path) -> None:

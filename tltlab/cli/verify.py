@@ -15,7 +15,7 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.options import Option, check, command
 from tltlab.own import code_allowed
-from tltlab.sim.cli import options
+from tltlab.sim import options
 from tltlab.sim.verification import played as of_policies
 from tltlab.sim.verification.decisions import Decisions, replay_decisions
 from tltlab.sim.verification.errors import Errors

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tltlab.charts import FORMATS, save_figure
-from tltlab.console import Json, emit, json_rows, made_by, progress_bar, table
+from tltlab.console import Json, emit, json_rows, made_by
 from tltlab.errors import ConfigError
 from tltlab.files import check_writable, write_file, write_json
 from tltlab.importers.rows import Reading
@@ -18,9 +18,8 @@ from tltlab.report.comparison import comparison_page
 from tltlab.report.page import Part, render
 from tltlab.report.parts import lengths_part, timelines_part
 from tltlab.sim.cli.compare import SAMPLED
-from tltlab.sim.cli.compare import text as comparison_text
-from tltlab.sim.study.jobs import counted
-from tltlab.sim.study.sample import sample_text
+from tltlab.sim.options import counting
+from tltlab.sim.printed import comparison_text, what_if_text
 from tltlab.sim.study.what_if import WhatIf, WhatIfConfig
 from tltlab.sim.study.what_if import what_if as run
 from tltlab.traces.metrics import per_step
@@ -74,7 +73,7 @@ def what_if(
         raise ConfigError(f"--out {out}: name a file that ends in .html, .png, .svg or .json")
     if policy_out is not None:
         check_writable(policy_out)
-    with progress_bar("simulation", None) as bar, counted(lambda: bar("")):
+    with counting():
         answer = run(lengths, config, reading=reading, form=readings.known_format(form))
     result: dict[str, Any] = answer.json() | {"systems": json_rows(answer.systems), "figures": "simulated"}
     result |= {key: answer.systems.attrs[key] for key in ("baseline", "num_gpus")}
@@ -94,7 +93,7 @@ def what_if(
     elif out is not None:
         write_json(out, result)
     rows = json_rows(answer.systems)
-    lines = [text(answer), "", comparison_text(answer.systems, rows, sampled=answer.is_sampled)]
+    lines = [what_if_text(answer), "", comparison_text(answer.systems, rows, sampled=answer.is_sampled)]
     lines += [f"wrote {path}" for path in (out, policy_out) if path is not None]
     lines += ["", answer.verdict]
     best, training = answer.best, "needs a trained drafter" if answer.best.trained else "needs no training"
@@ -116,8 +115,10 @@ def _simulation(answer: WhatIf, accept: float | None, lengths: Path, policy: Pat
     if accept is not None:
         named["acceptance"] = f"{answer.best.drafter}=geometric:{accept:g}"
     named["seed"] = asked.seed or None
-    options = [word for name, value in named.items() if value is not None for word in (f"--{name}", str(value))]
-    return shlex.join(["tltlab", "simulate", str(lengths), "--policy", str(policy), *options])
+    words = ["tltlab", "simulate", str(lengths), "--policy", str(policy)]
+    for name, value in named.items():
+        words += [] if value is None else [f"--{name}", str(value)]
+    return shlex.join(words)
 
 
 def _pictures(answer: WhatIf) -> tuple[Part, ...]:
@@ -125,26 +126,3 @@ def _pictures(answer: WhatIf) -> tuple[Part, ...]:
     plain, drafting = answer.timelines()
     names = ("without speculation", "with the policy found")
     return lengths_part(answer.trace, per_step(answer.trace)), timelines_part(plain, drafting, names)
-
-
-def text(answer: WhatIf) -> str:
-    """The answer for people, words first."""
-    num_of = len(answer.trace.rl_steps)
-    simulated = sample_text([len(answer.scenario.steps)], num_of, sampled=answer.is_sampled)
-    used = ", ".join(column if column == name else f"{column} ({name})" for name, column in answer.source.used.items())
-    evidence = [] if answer.evidence == answer.setting else [answer.evidence.partition(";")[0]]
-    rows = [
-        ("on", ", ".join([f"{answer.setting}: {answer.scenario.workers} workers", *evidence])),
-        *(
-            (f"table of {each.drafter}", ", ".join(f"{row.strategy} from batch {row.min_batch}" for row in each.rows))
-            for each in answer.answers
-        ),
-        *([] if answer.training is None else [("training", str(answer.training))]),
-        ("used", used or "a trace"),
-        *([("ignored", ", ".join(answer.source.ignored))] if answer.source.ignored else []),
-        ("responses", f"{answer.trace.num_rows('outcomes')} of {num_of} RL steps"),
-        *([("simulated", simulated)] if len(answer.scenario.steps) < num_of else []),
-        *(("assumed", ", ".join(filter(None, each.values()))) for each in answer.assumed),
-        ("simulated in", f"{answer.wall_s:.1f} s"),
-    ]
-    return "\n".join([answer.verdict, "", table([], rows, words=True)])

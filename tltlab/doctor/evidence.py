@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +27,8 @@ from tltlab.traces.trace import Trace, locate
 
 ENOUGH_STEPS = 3  # below it an interval over RL steps says nothing
 LOG_TAIL_BYTES = 1 << 20  # what a run died of stands at the end of its log
-REMEDIES = {
-    "train": "micro-batches of more tokens (train.tokens_per_microbatch), or more devices for training",
-    "inference": "log-probs: micro-batches of more tokens (train.tokens_per_microbatch)",
-    "reward": "the reward function: run it in parallel, or cheaper",
-    "sync": "how weights reach the engines",
-    "advantage": "how advantages are computed: on one process, or token by token?",
-    "wait": "the rollouts: training waits for them",
-    "other": "what else an RL step does: no timer names it",
-}
 NO_LOG = "it is looked for in training logs alone"
-STAGE_LABELS = {
-    "sync": "weight sync", "wait": "waiting for rollouts", "advantage": "computing advantages",
-    "other": "time that no timer names",
-}  # fmt: skip
+TEXTS = tomllib.loads(files(__package__).joinpath("signatures.toml").read_text(encoding="utf-8"))
 
 
 class NotChecked(Exception):
@@ -196,16 +186,12 @@ class RunEvidence:
 
 def remedy(stage: str) -> str:
     """Return what to look at where a stage takes most of the time."""
-    return REMEDIES.get(stage, f"what the framework times as {stage}")
+    return str(TEXTS["remedies"].get(stage, f"what the framework times as {stage}"))
 
 
 def stage_label(stage: str) -> str:
-    """A stage in words.
-
-    >>> stage_label("sync"), stage_label("timing_s/testing")
-    ('weight sync', 'timing_s/testing')
-    """
-    return STAGE_LABELS.get(stage, stage)
+    """A stage in words."""
+    return str(TEXTS["labels"].get(stage, stage))
 
 
 def ratio(measured: Sequence[float] | pd.Series, reference: Sequence[float] | pd.Series) -> Interval:

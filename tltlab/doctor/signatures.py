@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
+from textwrap import shorten
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -27,6 +29,7 @@ from tltlab.traces.trace import Trace
 from .evidence import (
     ENOUGH_STEPS,
     NO_LOG,
+    TEXTS,
     NotChecked,
     RunEvidence,
     accepted_pairs,
@@ -55,16 +58,6 @@ LARGE_SHARE = 0.3  # share of the RL step from which a stage that grew is a prob
 KEPT = 1.2  # accept length of a drafter that did work: TLT's Fig 13 has its cheapest step at 1.71 plain ones
 LOST = 0.5  # share of the tokens gained per draft that a fall must take
 SLOWER = 1.3  # seconds per token over those before: single rollouts vary by some 10 %
-
-TRAIN_OR_REPLACE = (
-    "A learned drafter: train it before the run (tltlab train-drafter, drafter.checkpoint) or more within it "
-    "(drafter.schedule.kind = always, drafter.max_updates); drafter.fallback serves until then. A model-free one: "
-    "draft less deep, or use a learned drafter ([drafter], rollout.policy = beg-mab-learned)."
-)
-LOAD_ANEW = (
-    "Outputs stay right, only time is lost. Load the drafter's weights anew after sleep, wake-up and weight sync "
-    "(level-2 sleep throws them away), or switch drafting off until they are."
-)
 
 Severity = Literal["problem", "hint"]
 
@@ -166,105 +159,41 @@ def rl_steps(values: Iterable[int], unit: str = "RL step") -> str:
     >>> rl_steps([5, 0, 1, 2, 2])
     'RL steps 0-2, 5'
     """
-    runs: list[list[int]] = []
-    for value in sorted(set(map(int, values))):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
+    steps = enumerate(sorted(set(map(int, values))))
+    runs = [[value for _, value in run] for _, run in groupby(steps, lambda step: step[1] - step[0])]
     return f"{unit}s " + ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 class Signature(NamedTuple):
-    """Log message of a known failure in engines, drafters, Ray or the system.
+    """Log message of a known failure, from `signatures.toml`.
 
-    A line fits `pattern`; it, or a line just before it, fits `context`. Case does not count.
+    A line fits one of `patterns`; it, or a line just before it, fits `context`. Case does not count.
     """
 
     code: str
     title: str
     advice: str
-    pattern: str
+    patterns: list[str]
     context: str = ""
     severity: Severity = "problem"
 
 
-SIGNATURES = (
-    Signature(
-        "capture-out-of-memory",
-        "The GPU ran out of memory while CUDA graphs were captured",
-        "Capture less: fewer strategies in the policy, a smaller activation.max_requests, vllm.max_num_seqs or "
-        "rollout.graph_gib; or leave more room with a lower vllm.gpu_memory_utilization.",
-        r"out of memory(?! occurred when warming up)",
-        r"captur|cuda ?_?graph",
-    ),
-    Signature(
-        "no-room-for-kv-cache",
-        "The engine finds no room for its KV cache",
-        "Raise vllm.gpu_memory_utilization or end other programs on the GPU; on a CPU set vllm.kv_cache_memory_bytes "
-        "(256 MiB is plenty for small models). Or lower vllm.max_model_len.",
-        r"No available memory for the cache blocks|available KV cache memory \(|needed for the largest|"
-        r"is less than desired (GPU|CPU) memory utilization",
-    ),
-    Signature(
-        "out-of-memory",
-        "Memory ran out",
-        "Fewer workers (rollout.num_workers), a smaller vllm.kv_cache_memory_bytes, vllm.max_num_seqs or "
-        "vllm.gpu_memory_utilization, smaller train.tokens_per_microbatch, train.sequence_parallel for long responses.",
-        r"out of memory|OutOfMemoryError|cannot allocate memory|bad_alloc|running low on memory|exit code 137",
-    ),
-    Signature(
-        "engine-died",
-        "An engine died",
-        "The cause stands above this line in the engine's own output: start it with VLLM_LOGGING_LEVEL=INFO.",
-        r"the engine lost \d+ of|EngineDeadError|EngineCore encountered|Engine core initialization failed|"
-        r"EngineCore failed to start",
-    ),
-    Signature(
-        "drafter-not-in-service",
-        "The trained drafter does not serve",
-        "The sentence gives the reason; the previous drafter serves on. Where the policy never drafts with it, set "
-        "rollout.policy to one with its strategies, such as beg-mab-learned, or leave [drafter] out.",
-        r"it is trained and not used|the drafter is not trained any more|does not go into service",
-    ),
-    Signature(
-        "canary-collapsed",
-        "The learned drafter collapsed",
-        "Check that its weights reach the engines whole and share the target's embedding and LM head; until then "
-        "drafter.fallback serves. drafter.canary.collapse sets the bound.",
-        r"the learned drafter has collapsed",
-    ),
-    Signature(
-        "drafter-untrained",
-        "The learned drafter had not learned enough to serve",
-        "Warm it up before the run: tltlab train-drafter, then drafter.checkpoint. The fallback served.",
-        r"the learned drafter has not learned yet",
-        severity="hint",
-    ),
-    Signature(
-        "run-stopped",
-        "The run stopped with an error",
-        "tltlab COMMAND --debug shows where; Ray's logs (/tmp/ray/session_latest/logs) and the kernel's (dmesg, for "
-        "memory) show why a process died.",
-        r"^the run stopped: (?!.*KeyboardInterrupt)|an actor (died|failed)|ActorDiedError|RayActorError|"
-        r"No space left on device|Disk quota exceeded|Too many open files|Address already in use|EADDRINUSE|"
-        r"operator torchvision::\w+ does not exist|libtorch\w*\.so[^\n]*undefined symbol",
-    ),
-)
-"""From the particular to the general: a line counts for the first that fits it."""
+SIGNATURES = tuple(Signature(**row) for row in TEXTS["signature"])
 
 
 @check("deaths", "nothing died or was given up")
 def deaths(run: RunEvidence) -> Findings:
     """Each known cause of death of the run, or of one of its engines, and what became of its drafter."""
     need(run.events or run.logs, "the run has neither events.jsonl nor *.log files")
-    lines: dict[Signature, list[_LogLine]] = {signature: [] for signature in SIGNATURES}
+    lines: dict[str, list[_LogLine]] = {signature.code: [] for signature in SIGNATURES}
     for line in _lines(run):
         if signature := next((signature for signature in SIGNATURES if _fits(line, signature)), None):
-            lines[signature].append(line)
-    for signature, (first, *others) in ((signature, found) for signature, found in lines.items() if found):
-        quote = one_line(first.text)
-        quote = quote if len(quote) <= QUOTE_LETTERS else quote[: QUOTE_LETTERS - 3] + "..."
+            lines[signature.code].append(line)
+    for signature in SIGNATURES:
+        if not lines[signature.code]:
+            continue
+        first, *others = lines[signature.code]
+        quote = shorten(one_line(first.text), QUOTE_LETTERS, placeholder="...")
         more = f" (and {len(others)} more like it)" if others else ""
         steps = [line.rl_step for line in (first, *others) if line.rl_step is not None]
         evidence, where = f'{first.source} says "{quote}"{more}.', rl_steps(steps) if steps else None
@@ -279,8 +208,8 @@ class _LogLine(NamedTuple):
 
 
 def _fits(line: _LogLine, signature: Signature) -> bool:
-    pairs = ((signature.pattern, line.text), (signature.context, line.before + line.text))
-    return all(re.search(pattern, text, re.IGNORECASE) for pattern, text in pairs)
+    found = any(re.search(pattern, line.text, re.IGNORECASE) for pattern in signature.patterns)
+    return found and re.search(signature.context, line.before + line.text, re.IGNORECASE) is not None
 
 
 def _lines(run: RunEvidence) -> Iterator[_LogLine]:
@@ -361,7 +290,7 @@ def acceptance_low(run: RunEvidence) -> Findings:
             yield problem(
                 f"The drafts of {drafter} are kept too rarely to pay",
                 f"{drafter} yields {accepted:.2f} tokens per draft, the bonus token included.",
-                TRAIN_OR_REPLACE,
+                TEXTS["advice"]["train-or-replace"],
                 rl_steps(rows["rl_step"]),
             )
 
@@ -413,9 +342,9 @@ def drafts_collapse(run: RunEvidence) -> Findings:
     on = bool(bad["has_drafts"].all())
     if (len(before) and before["accept_length"].median() < KEPT) or len(bad) < (1 if on else SIDE):
         return
-    slower = _slower(run, before["rl_step"], bad["rl_step"])
+    ratio_of_times, longer = _slower(run, before["rl_step"], bad["rl_step"])
     # A log may write one token per draft where nothing was drafted.
-    sure = on or (len(before) > 0 and slower is not None and slower.times >= KEPT)
+    sure = on or (len(before) > 0 and ratio_of_times >= KEPT)
     need(sure or len(before), "accept length is 1 in all RL steps, and the log has no number of drafts")
     subject, name, form = "Accept length", "accept_length", ".2f"
     if run.log is not None and run.log[name].isna().all():
@@ -423,12 +352,11 @@ def drafts_collapse(run: RunEvidence) -> Findings:
     was, now = (format(part[name].median(), form) for part in (before, bad))
     fall = f"{subject} falls from {was} to {now}" if len(before) else f"{subject} is {now}"
     kept = "kept no more" if none_kept.any() else "kept far less"
-    times = f"; rollouts take {slower}" if slower is not None else ""
     yield (problem if sure else hint)(
         f"Drafts are {kept} from {run.unit} {bad['rl_step'].iloc[0]} on" if at else "Drafts are not kept",
         f"{fall} {'while drafts continue' if on else 'or nothing was drafted, which the log does not show'}"
-        f"{_rates(before, bad) if name == 'accept_length' else ''}{times}.",
-        TRAIN_OR_REPLACE if run.log is None else LOAD_ANEW,
+        f"{_rates(before, bad) if name == 'accept_length' else ''}{longer and f'; rollouts take {longer}'}.",
+        TEXTS["advice"]["train-or-replace" if run.log is None else "load-anew"],
         rl_steps(bad["rl_step"], run.unit),
     )
 
@@ -457,28 +385,17 @@ def _rates(before: pd.DataFrame, bad: pd.DataFrame) -> str:
     return f", {now:.0%} of the drafted tokens are kept{'' if pd.isna(was) else f' after {was:.0%}'}"
 
 
-class _Slower(NamedTuple):
-    """Seconds of rollouts late and early in a run, and the ratio of their seconds per token."""
-
-    took_s: float
-    before_s: float
-    times: float
-
-    def __str__(self) -> str:
-        return f"{self.took_s:.3g} s after {self.before_s:.3g} s, {self.times:.2f} times as long per token"
-
-
-def _slower(run: RunEvidence, before: pd.Series, behind: pd.Series) -> _Slower | None:
-    """Compare rollouts of some RL steps; None where their times are not known."""
+def _slower(run: RunEvidence, before: pd.Series, behind: pd.Series) -> tuple[float, str]:
+    """Return how many times as long rollouts take per token as before, and that in words; (1.0, "") where unknown."""
     try:
         rows = run.per_token.set_index("rl_step")
     except NotChecked:
-        return None
+        return 1.0, ""
     was, now = rows[rows.index.isin(before)], rows[rows.index.isin(behind)]
     if was.empty or now.empty:
-        return None
-    times = now["per_token"].median() / was["per_token"].median()
-    return _Slower(now["rollout_s"].median(), was["rollout_s"].median(), times)
+        return 1.0, ""
+    times, took_s = now["per_token"].median() / was["per_token"].median(), now["rollout_s"].median()
+    return times, f"{took_s:.3g} s after {was['rollout_s'].median():.3g} s, {times:.2f} times as long per token"
 
 
 @check("switches-often", "few switches")
@@ -546,9 +463,9 @@ def rollout_slower(run: RunEvidence) -> Findings:
     if at is None:
         return
     before, behind = rows.iloc[:at], rows.iloc[at:]
-    slower = _slower(run, before["rl_step"], behind["rl_step"])
+    ratio_of_times, longer = _slower(run, before["rl_step"], behind["rl_step"])
     longest = behind["per_longest"].median() / before["per_longest"].median()
-    if slower is None or min(slower.times, longest) < SLOWER:
+    if min(ratio_of_times, longest) < SLOWER:
         return
     collapsed: list[Finding] = []
     with suppress(NotChecked):
@@ -556,7 +473,7 @@ def rollout_slower(run: RunEvidence) -> Findings:
     need(not collapsed, "drafts that are not kept explain what rollouts take")
     yield problem(
         f"Rollouts are slower from RL step {behind['rl_step'].iloc[0]} on",
-        f"They take {slower}.",
+        f"They take {longer}.",
         "Look at what changed there: devices, other jobs, engine settings, speculation.",
         rl_steps(behind["rl_step"]),
     )
@@ -566,8 +483,7 @@ def rollout_slower(run: RunEvidence) -> Findings:
 def stage_grows(run: RunEvidence) -> Findings:
     """A stage takes far more of the RL step late in the run than early."""
     stages = run.stages
-    enough = len(stages) >= 2 * SIDE + 1
-    need(enough, f"a change needs {2 * SIDE + 1} RL steps whose stages are timed")
+    need(len(stages) > 2 * SIDE, f"a change needs {2 * SIDE + 1} RL steps whose stages are timed")
     found: list[tuple[float, Finding]] = []
     for name in stages.columns.difference(["step", "rollout"]):
         timed = stages[stages[name].notna() & (stages["step"] > 0)]
@@ -616,8 +532,7 @@ def several_turns(run: RunEvidence) -> Findings:
 def not_bottleneck(run: RunEvidence) -> Findings:
     """The rollout, or waiting for it, is less than half of an RL step: speeding it up cannot help much."""
     rows, part = rollout_rows(run.stages)
-    enough = len(rows) >= ENOUGH_STEPS
-    need(enough, f"the times of the stages (steps) are known of fewer than {ENOUGH_STEPS} RL steps")
+    need(len(rows) >= ENOUGH_STEPS, f"fewer than {ENOUGH_STEPS} RL steps have the times of their stages (steps)")
     others = rows.drop(columns=[part, "step"]).fillna(0.0)
     timed = others.to_numpy().any()
     need(timed, "only the rollout's time is known, not that of the stages behind it (simulate: --stages)")
@@ -639,8 +554,7 @@ def not_bottleneck(run: RunEvidence) -> Findings:
 def waiting_queue(run: RunEvidence) -> Findings:
     """Requests were thrown out of the KV cache and prefilled again, or wait for a place."""
     table = run.iterations
-    counted = table["num_waiting"].notna().any()
-    need(counted, "the trace has no number of waiting requests (iterations.num_waiting)")
+    need(table["num_waiting"].notna().any(), "the trace has no number of waiting requests (num_waiting)")
     again = table["prefill_tokens"].sum() / max(int(run.known.workload["prompt_tokens"].sum()), 1)
     waiting = table.loc[table["num_waiting"].fillna(0) > 0, "duration"].sum() / table["duration"].sum()
     if again > PREFILL_AGAIN:

@@ -141,11 +141,11 @@ def _band_section(speedups: Mapping[str, Mapping[str, float]], bands: Mapping[st
         alt=f"Speed-up with its 90 % range: {text}.",
         caption="Lines on the bars: what costs, acceptance and lengths may be wrong by, together.",
     )  # fmt: skip
-    rows = [
-        {"of": name, "input": part, "alone": f"{ends['low']:.2f}x to {ends['high']:.2f}x", "share": ends["share"]}
-        for name, band in bands.items()
-        for part, ends in band["parts"].items()
-    ]
+    rows = []
+    for name, band in bands.items():
+        for part, alone in band["parts"].items():
+            between = f"{alone['low']:.2f}x to {alone['high']:.2f}x"
+            rows.append({"of": name, "input": part, "alone": between, "share": alone["share"]})
     columns = {"of": ("speed-up of", ""), "input": ("input", ""), "alone": ("its range alone", ""),
                "share": ("share of variance", ".0%")}  # fmt: skip
     table = records(rows, columns, caption="Each input at the ends of its 90 % range.", text=("of", "input", "alone"))
@@ -209,9 +209,11 @@ def _about_systems(rows: Sequence[Mapping[str, Any]]) -> list[Part]:
 def _measured(result: Mapping[str, Any], path: Path) -> Page:
     """Page of policies that were measured: the verdict, the picture beside the summary of a rehearsal, and the rows."""
     rows = [_in_words(row) for row in result["policies"]]
-    keys = list(dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, dict)))
-    ends = {f"{name}{end}" for name in keys for end in ("_low", "_high")} | {"draws", "step_draws"}
-    keys = [name for name in keys if name not in ends]
+    values: dict[str, Any] = {}
+    for row in rows:
+        values |= {name: value for name, value in row.items() if not isinstance(value, dict)}
+    ends = {"draws", "step_draws", *(f"{name}_low" for name in values), *(f"{name}_high" for name in values)}
+    keys = [name for name in values if name not in ends]
     text = tuple(name for name in keys if any(isinstance(row.get(name), str) for row in rows))
     columns = {name: (name.replace("_", " "), "" if name in text else ".4g") for name in keys}
     tau, median, worst = (

@@ -14,15 +14,14 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tltlab.config import FrozenModel, counted
+from tltlab.config import counted
 from tltlab.console import marked_folder
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json
@@ -31,7 +30,7 @@ from tltlab.runtime.drafter.heads.kinds import check_fit, load_head
 from tltlab.runtime.drafter.heads.layouts import eagle_layout, verifier_of
 from tltlab.runtime.drafter.heads.target import WEIGHTS_FILE, FrozenTarget, local_folder, read_config
 from tltlab.runtime.engine.vllm.stock import StockEngine, StockRun
-from tltlab.runtime.recipe.drafter import TextConfig
+from tltlab.runtime.recipe.drafter import ExportConfig, TextConfig
 
 from .chains import chances, kept_along, walk
 from .data import along, load_target, load_tokenizer, read_texts
@@ -40,21 +39,6 @@ from .warm_up import MARKER as TRAINED
 MARKER = "export.json"
 ROUNDING = 0.05
 """Tolerated relative loss of accept length from rounding; the comparison has no sampling error."""
-
-
-class ExportConfig(FrozenModel):
-    """Check of an exported drafter: `prompts` prompts, responses of at most `max_response_tokens`.
-
-    Responses are greedy and at `temperature`, with drafts of `depth` tokens. `layout` is that of an EAGLE-3 head's
-    checkpoint.
-    """
-
-    prompts: Annotated[int, Field(ge=1)] = 10
-    max_response_tokens: Annotated[int, Field(ge=2)] = 128
-    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    depth: Annotated[int, Field(ge=1)] = 5
-    layout: Literal["speculators", "eagle"] = "speculators"
-    seed: Annotated[int, Field(ge=0)] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +299,7 @@ def _check(temperature: float, run: StockRun, kept: Sequence[Sequence[int]], dep
 def _prompts(source: ExportSource, config: ExportConfig) -> list[list[int]]:
     texts = read_texts(
         source.prompts,
-        TextConfig(responses=config.prompts, prompt_column=source.prompt_column, chat=source.chat),
+        TextConfig(responses=config.num_prompts, prompt_column=source.prompt_column, chat=source.chat),
         load_tokenizer(source.target),
         np.random.default_rng(config.seed),
     )

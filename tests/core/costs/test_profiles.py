@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.refused import refused
-from tltlab.cli.calibrate import hardware
 from tltlab.costs.load import load_costs
 from tltlab.costs.profiles import profile_costs
 from tltlab.costs.roofline import RooflineCosts, expected_experts
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model
+from tltlab.sim.fits import hardware
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 QWEN3_MOE = {

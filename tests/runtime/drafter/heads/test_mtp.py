@@ -11,11 +11,11 @@ from tltlab.runtime.drafter.heads.head import MtpHead, fresh_mtp, mtp_of_model
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.offline.chains import kept_along
-from tltlab.runtime.drafter.offline.export import ExportConfig, ExportSource, export_drafter
+from tltlab.runtime.drafter.offline.export import ExportSource, export_drafter
 from tltlab.runtime.drafter.training import HeadTraining
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.models.make import Size, make_model
-from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+from tltlab.runtime.recipe.drafter import ExportConfig, LossConfig, OptimConfig
 from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.trainer.trainer import Trainer
 
