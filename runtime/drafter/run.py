@@ -93,7 +93,7 @@ LOST = "its process ended: its work is unknown"
 _DEAD_S = 1.0
 
 Machines = Sequence[tuple[str, Mapping[str, str]]]
-_Trainer: Any = ray.remote(SpotTrainer)
+_Trainer: Any = ray.remote(concurrency_groups={"train": 1, "orders": 1})(SpotTrainer)
 
 WEIGHTS = "drafter.safetensors"
 TRAINING = "drafter_training.safetensors"
@@ -764,7 +764,7 @@ class IdleWorkerTraining:
         node, env = self._machines[worker]
         actor = _Trainer.options(
             num_cpus=0,
-            # `run` occupies one thread, `train` another.
+            # `run` occupies one thread.
             max_concurrency=8,
             runtime_env=runtime_env({**env, "OMP_NUM_THREADS": str(self.config.threads)}),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -104,8 +105,8 @@ class TrainerReport:
 class SpotTrainer:
     """Buffer and drafter of one worker: `start` it, then `run` it until `close`.
 
-    Made to be a Ray actor with several threads: `run` receives sequences in one of them, a call of `train` trains in
-    another, and the rest answer calls meanwhile, such as an `order` to stop.
+    Made to be a Ray actor with several threads: `run` receives sequences in one of them, one of its own trains, another
+    one takes orders meanwhile, such as that to stop, and the rest answer other calls.
     """
 
     def __init__(self, place: TrainerPlacement, config: DrafterConfig) -> None:
@@ -191,6 +192,7 @@ class SpotTrainer:
         self._closed.set()
         self._feed.close()
 
+    @ray.method(concurrency_group="orders")
     def ping(self) -> None:
         """Answer."""
 
@@ -199,6 +201,7 @@ class SpotTrainer:
         with self._data:
             self._begin(rl_step, time.perf_counter() - rollout_s)
 
+    @ray.method(concurrency_group="train")
     def train(self, order: Train) -> None:
         """Train in the group of `order` and in those that newer orders name; return once the device is free.
 
@@ -214,6 +217,7 @@ class SpotTrainer:
                 self._begin(order.rl_step, time.perf_counter())
             self._period(newest)
 
+    @ray.method(concurrency_group="orders")
     def order(self, order: Train | StopTraining) -> None:
         """Follow this order from the next pass on, unless a newer one has come before it."""
         with self._orders:
