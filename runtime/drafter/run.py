@@ -65,7 +65,7 @@ from .group import LOOPBACK, RendezvousServer
 from .heads.head import host_copies
 from .heads.kinds import check_fit, load_head, new_head
 from .training import TrainingPeriod
-from .worker import SpotTrainer, TrainerPlacement
+from .worker import SpotTrainer, TrainerPlacement, TrainerReport
 
 MOST_LETTERS = 85
 """Most characters of a folder for sockets, whose addresses have at most 107."""
@@ -93,7 +93,7 @@ LOST = "its process ended: its work is unknown"
 _DEAD_S = 1.0
 
 Machines = Sequence[tuple[str, Mapping[str, str]]]
-_Trainer: Any = ray.remote(SpotTrainer)
+_Trainer: Any = ray.remote(concurrency_groups={"train": 1, "orders": 1})(SpotTrainer)
 
 WEIGHTS = "drafter.safetensors"
 TRAINING = "drafter_training.safetensors"
@@ -297,65 +297,57 @@ class DrafterRun(Drafting):
 
     def publish(self, rl_step: int) -> None:
         assert self.training is not None
-        processes = self.training
-        annotated = processes.collect(self._annotating)
-        self._rows["acceptance"] = [row for rows in annotated.values() for row in rows]
-        self._rows["spot_training"] = self.training.rows(rl_step - 1)
+        annotated = self.training.collect(self._annotating)
+        reports: dict[int, TrainerReport] = self.training.answers("report", self.schedule.config.kind == "gated")
+        rows = self.training.rows(rl_step - 1, reports)
+        self._rows = {"acceptance": [row for answer in annotated.values() for row in answer], "spot_training": rows}
         self.watch.rollout_ended(self._ask_engines("ask_engine", "drafter_report"))
-        counts = processes.answers("num_updates")
-        most = max(counts.values(), default=0)
+        most = max((report.updates for report in reports.values()), default=0)
         if most > self.served.updates:
-            self._swap(rl_step, [worker for worker, updates in counts.items() if updates == most], most)
+            # All of these have the same drafter; one that has just started has no held-out data.
+            furthest = [worker for worker, report in reports.items() if report.updates == most]
+            best = min(furthest, key=lambda worker: (not reports[worker].predicted, worker))
+            self._swap(rl_step, best, reports[best])
 
-    def _swap(self, rl_step: int, furthest: Sequence[int], updates: int) -> None:
-        """Load the drafter of the `furthest` trainers into the engines, and into all other trainers."""
+    def _swap(self, rl_step: int, worker: int, report: TrainerReport) -> None:
+        """Load the drafter of the trainer of `worker` into the engines, and into all other trainers."""
         assert self.training is not None
-        processes = self.training
-        # All of these have the same drafter; one that has just started has no held-out data.
-        predictions = processes.answers("predicted", workers=furthest)
-        if not predictions:
-            return
-        best = min(predictions, key=lambda worker: (not predictions[worker], worker))
-        predicted = predictions[best]
-        state = processes.ask("state", workers=[best])
-        weights = processes.answers("weights", workers=[best]).get(best)
-        if weights is None or not processes.collect(state):
-            return
         try:
-            check_chances(predicted)
+            check_chances(report.predicted)
         except ConfigError as error:
-            self.events.note(f"the drafter that worker {best} trained does not go into service: {error}")
+            self.events.note(f"the drafter that worker {worker} trained does not go into service: {error}")
             return
-        if self.schedule.config.kind == "gated" and not self._passes_gate(rl_step - 1, best):
+        if self.schedule.config.kind == "gated" and not self._passes_gate(rl_step - 1, report):
             return
-        self._ask_engines("update_draft_weights", ray.put(weights), predicted, updates)
-        self.schedule.trained(rl_step - 1, updates - self.served.updates)
+        state = self.training.ask("state", workers=[worker])
+        weights = self.training.answers("weights", workers=[worker]).get(worker)
+        if weights is None or not self.training.collect(state):
+            return
+        self._ask_engines("update_draft_weights", ray.put(weights), report.predicted, report.updates)
+        self.schedule.trained(rl_step - 1, report.updates - self.served.updates)
         self.served = ServedDrafter(
-            updates=updates,
+            updates=report.updates,
             swaps=self.served.swaps + 1,
             published=rl_step,
-            predicted=predicted,
+            predicted=report.predicted,
             weights=weights,
-            training=state[best],
+            training=state[worker],
         )
         self.training.publish(self.served)
 
-    def _passes_gate(self, rl_step: int, worker: int) -> bool:
-        """Return True if the drafter trained in the rollout of `rl_step` goes into service, by `worker`'s data.
+    def _passes_gate(self, rl_step: int, report: TrainerReport) -> bool:
+        """Return True if the drafter trained in the rollout of `rl_step` goes into service, by its trainer's report.
 
         A rejected drafter is judged again when it has been trained further.
         """
-        assert self.training is not None
         trained = [row for row in self._rows["spot_training"] if row["updates"]]
         if not trained:
             return False
-        answers = self.training.answers("compared", workers=[worker])
-        candidate, served = answers.get(worker, ([], []))
         attempt = Attempt(
             rl_step=rl_step,
             delay_s=max(row["yield_s"] or 0.0 for row in trained),
-            candidate=tokens_per_draft(candidate) if candidate else None,
-            served=tokens_per_draft(served) if served else None,
+            candidate=tokens_per_draft(report.candidate) if report.candidate else None,
+            served=tokens_per_draft(report.served) if report.served else None,
         )
         self.schedule.attempted(attempt)
         passes = self.schedule.serves(attempt)
@@ -433,7 +425,7 @@ class DrafterRun(Drafting):
 
     def close(self) -> None:
         self._stop_training()
-        for partial in self.out.glob("worker-*/.checkpoint-*"):
+        for partial in self.out.glob("worker-*/.state.*"):
             shutil.rmtree(partial, ignore_errors=True)
         if self._sockets is not None:
             shutil.rmtree(self._sockets, ignore_errors=True)
@@ -582,9 +574,9 @@ class IdleWorkerTraining:
         self.target = target
         self.answers("set_target", target)
 
-    def rows(self, rl_step: int) -> list[dict[str, Any]]:
+    def rows(self, rl_step: int, reports: Mapping[int, TrainerReport]) -> list[dict[str, Any]]:
         """Return the rows of `spot_training` of the ended rollout, those of trainers that failed in it too."""
-        rows = [row for answer in self.answers("take_rows").values() for row in answer]
+        rows = [row for report in reports.values() for row in report.rows]
         for worker, term, died_s in self._lost:
             lost = TrainingPeriod(rl_step=rl_step, term=term, began=died_s, ended="killed", detail=LOST)
             rows.append(lost.row(worker, 0.0, died_s) | {"accept": None})
@@ -592,8 +584,8 @@ class IdleWorkerTraining:
         for row in rows:
             if row["ended"] == "failed":
                 self.events.note(f"drafter training on worker {row['worker']} failed: {row['detail']}")
-        for worker, failures in self.answers("complaints").items():
-            for failure in failures:
+        for worker, report in reports.items():
+            for failure in report.failures:
                 self.events.note(f"a checkpoint of the drafter on worker {worker} failed: {failure}")
         return rows
 
@@ -772,7 +764,7 @@ class IdleWorkerTraining:
         node, env = self._machines[worker]
         actor = _Trainer.options(
             num_cpus=0,
-            # `run` occupies one thread, `train` another.
+            # `run` occupies one thread.
             max_concurrency=8,
             runtime_env=runtime_env({**env, "OMP_NUM_THREADS": str(self.config.threads)}),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),

@@ -10,7 +10,6 @@ import copy
 import heapq
 import json
 import os
-import re
 import shutil
 import threading
 import time
@@ -18,19 +17,20 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tltlab.coordination.machine import StopTraining, Train
-from tltlab.errors import ConfigError, RunError, TltlabError, one_line
-from tltlab.files import fsync_file, new_file, new_folder, sha256_of, write_sum, written_sum
+from tltlab.errors import ConfigError, RunError, one_line
+from tltlab.files import new_file
 from tltlab.runtime.recipe.drafter import BufferConfig, DrafterConfig
 from tltlab.runtime.run.memory import ProcessMemory, tensor_bytes
 
@@ -66,9 +66,6 @@ SHORTEST_STRETCH = 32
 
 TENSORS = ("token_ids", "hidden", "aux")
 
-_NAME = re.compile(r"checkpoint-\d{8}")
-_FILE = "state.safetensors"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerPlacement:
@@ -88,11 +85,28 @@ class TrainerPlacement:
     host: str = LOOPBACK
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerReport:
+    """A trainer's new `rows` of `spot_training`, errors of checkpoints, and the updates of its state in all.
+
+    `predicted`: acceptance rate by position on held-out responses. `candidate` and `served`: the same on those of the
+    newest policy alone, for this drafter and the one in service. Empty without data, or where the drafter was not
+    trained since it was published.
+    """
+
+    rows: list[Row]
+    failures: list[str]
+    updates: int
+    predicted: list[float] = field(default_factory=list)
+    candidate: list[float] = field(default_factory=list)
+    served: list[float] = field(default_factory=list)
+
+
 class SpotTrainer:
     """Buffer and drafter of one worker: `start` it, then `run` it until `close`.
 
-    Made to be a Ray actor with several threads: `run` receives sequences in one of them, a call of `train` trains in
-    another, and the rest answer calls meanwhile, such as an `order` to stop.
+    Made to be a Ray actor with several threads: `run` receives sequences in one of them, one of its own trains, another
+    one takes orders meanwhile, such as that to stop, and the rest answer other calls.
     """
 
     def __init__(self, place: TrainerPlacement, config: DrafterConfig) -> None:
@@ -155,7 +169,7 @@ class SpotTrainer:
         self.publish(state, rl_step)
         self.checkpoint = DrafterCheckpoint(place.folder)
         saved = self.training.state_dict()
-        if self.checkpoint.load(saved) is not None and int(saved["counters"][0]) >= self.training.updates:
+        if self.checkpoint.load(saved) and int(saved["counters"][0]) >= self.training.updates:
             self.training.load_state_dict(saved)
         # Before a rollout waits for it.
         self.training.warm_up()
@@ -178,6 +192,7 @@ class SpotTrainer:
         self._closed.set()
         self._feed.close()
 
+    @ray.method(concurrency_group="orders")
     def ping(self) -> None:
         """Answer."""
 
@@ -186,6 +201,7 @@ class SpotTrainer:
         with self._data:
             self._begin(rl_step, time.perf_counter() - rollout_s)
 
+    @ray.method(concurrency_group="train")
     def train(self, order: Train) -> None:
         """Train in the group of `order` and in those that newer orders name; return once the device is free.
 
@@ -201,6 +217,7 @@ class SpotTrainer:
                 self._begin(order.rl_step, time.perf_counter())
             self._period(newest)
 
+    @ray.method(concurrency_group="orders")
     def order(self, order: Train | StopTraining) -> None:
         """Follow this order from the next pass on, unless a newer one has come before it."""
         with self._orders:
@@ -222,9 +239,28 @@ class SpotTrainer:
         with self._lock:
             self.training.set_target(target)
 
-    def num_updates(self) -> int:
-        """Return the number of updates of the state here, over the whole run."""
-        return self.training.updates
+    def report(self, compare: bool = False) -> TrainerReport:
+        """Return what is new since the last report, and the drafter's measured acceptance if it was trained.
+
+        With `compare` also that of the drafter in service.
+        """
+        failures = list(self.checkpoint.failures)
+        del self.checkpoint.failures[: len(failures)]
+        with self._data:
+            rows, self._rows = self._rows, []
+            heldout = [sequence for sequence in self._heldout if bool(sequence.hidden.isfinite().all())]
+        newest = [sequence for sequence in heldout if sequence.rl_step == self._rl_step]
+        report = TrainerReport(rows=rows, failures=failures, updates=self.training.updates)
+        with self._lock:
+            if report.updates == self._updates_before:
+                return report
+            report = replace(report, predicted=self.training.predict(heldout))
+            if not compare:
+                return report
+            served = next(reversed(self._published.values()))[1]
+            return replace(
+                report, candidate=self.training.predict(newest), served=self.training.predict(newest, served)
+            )
 
     def state(self) -> dict[str, Any]:
         """Return the last good training state, on the host."""
@@ -235,21 +271,6 @@ class SpotTrainer:
         """Return the last good weights under the names that vLLM loads."""
         with self._lock:
             return self.training.head.serving_weights()
-
-    def predicted(self) -> list[float]:
-        """Measure the acceptance rate by position on held-out responses; empty without any."""
-        with self._data:
-            heldout = [sequence for sequence in self._heldout if bool(sequence.hidden.isfinite().all())]
-        with self._lock:
-            return self.training.predict(heldout)
-
-    def compared(self) -> tuple[list[float], list[float]]:
-        """Return `predicted` on responses of the newest policy alone, for this drafter and the one in service."""
-        with self._data:
-            newest = [s for s in self._heldout if s.rl_step == self._rl_step and bool(s.hidden.isfinite().all())]
-        with self._lock:
-            served = next(reversed(self._published.values()))[1]
-            return self.training.predict(newest), self.training.predict(newest, served)
 
     def data_bytes(self) -> int:
         """Return the bytes that `save_data` would write."""
@@ -279,18 +300,6 @@ class SpotTrainer:
                 "drafter, held out": _nbytes(self._heldout) + self._prompt_bytes,
             }
             return ProcessMemory.now("drafter trainer", self.place.worker, parts)
-
-    def take_rows(self) -> list[Row]:
-        """Return and clear the rows of `spot_training`."""
-        with self._data:
-            rows, self._rows = self._rows, []
-        return rows
-
-    def complaints(self) -> list[str]:
-        """Return and clear the errors of checkpoints."""
-        failures = list(self.checkpoint.failures)
-        del self.checkpoint.failures[: len(failures)]
-        return failures
 
     def annotate(self) -> list[Row]:
         """Return rows of `acceptance` of a sample of this RL step's responses, for this drafter and older ones."""
@@ -669,26 +678,24 @@ def read_data(path: Path) -> TrainerData:
 
 
 class DrafterCheckpoint:
-    """Checkpoints `checkpoint-N` in a folder, the `keep` newest; one is written at a time, while training continues.
+    """The state of a trainer in a file of `folder`, for the process that replaces it in the same run.
 
-    As in TLT (arXiv 2511.16665, Fig. 17) a checkpoint has only trained tensors.
-
-    A save copies the state into buffers on the host, which stay from save to save, and a thread writes them, with a
-    checksum; the folder appears when it is complete. A save that fails stops nothing: its error goes to `failures` and
-    the checkpoints before it stay.
+    As in TLT (arXiv 2511.16665, Fig. 17) it has only trained tensors. A save copies the state into buffers on the host,
+    which stay from save to save, and a thread writes them while training continues; the file is replaced when it is
+    complete. Nothing is synced to disk: a run that continues after the machine has gone begins with its own checkpoint.
+    A save that fails stops nothing: its error goes to `failures`, and the file before it stays.
 
     >>> saved = DrafterCheckpoint("run/drafter")                                                    # doctest: +SKIP
     >>> saved.save(training.live_state())                                                           # doctest: +SKIP
     0.0048
     """
 
-    def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
-        self.folder = Path(folder)
-        self.keep = keep
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder) / "state.safetensors"
         self.failures: list[str] = []
         self._staged: dict[str, Tensor] = {}
         self._thread = ThreadPoolExecutor(1, "tltlab-checkpoint")
-        self._writing: tuple[Path, Future[None]] | None = None
+        self._writing: Future[None] | None = None
 
     def save(self, state: Tensors) -> float:
         """Save tensors by name; return the seconds for which the caller was blocked.
@@ -697,8 +704,6 @@ class DrafterCheckpoint:
         """
         began = time.perf_counter()
         self.finish()
-        newest = self.latest()
-        final = self.folder / f"checkpoint-{0 if newest is None else int(newest.name[-8:]) + 1:08d}"
         try:
             for name, value in state.items():
                 if name not in self._staged:
@@ -707,38 +712,35 @@ class DrafterCheckpoint:
             if any(value.is_cuda for value in state.values()):
                 torch.cuda.synchronize()
         except RuntimeError as error:
-            self._failed(final, error)
+            self._failed("not saved, the one before it stays", error)
         else:
-            self._writing = final, self._thread.submit(self._write, final)
+            self._writing = self._thread.submit(self._write)
         return time.perf_counter() - began
 
     def finish(self) -> None:
         """Wait until the last save is written, or has failed."""
         writing, self._writing = self._writing, None
-        if writing is not None and (error := writing[1].exception()) is not None:
-            self._failed(writing[0], error)
+        if writing is not None and (error := writing.exception()) is not None:
+            self._failed("not saved, the one before it stays", error)
 
-    def latest(self) -> Path | None:
-        """The newest complete checkpoint."""
-        return next(iter(_numbered(self.folder)), None)
+    def load(self, state: Tensors) -> bool:
+        """Read the file into `state`'s tensors, in place; False where there is none.
 
-    def load(self, state: Tensors) -> Path | None:
-        """Read the newest readable checkpoint into `state`'s tensors, in place; None where there is none.
-
-        The error of an unreadable one goes to `failures`, and `state` stays unchanged.
+        False too for an unreadable one, whose error goes to `failures`; `state` stays unchanged.
         """
         self.finish()
-        for path in _numbered(self.folder):
-            try:
-                tensors = _read(path, state)
-            except (OSError, SafetensorError, TltlabError) as error:
-                self.failures.append(f"{path}: cannot be read: {_in_words(error)}")
-                continue
-            with torch.no_grad():
-                for name, value in state.items():
-                    value.copy_(tensors[name])
-            return path
-        return None
+        if not self.path.exists():
+            return False
+        try:
+            tensors = load_file(self.path)
+            check_tensors("not a state of this drafter", state, tensors)
+        except (OSError, SafetensorError, ConfigError) as error:
+            self._failed("cannot be read", error)
+            return False
+        with torch.no_grad():
+            for name, value in state.items():
+                value.copy_(tensors[name])
+        return True
 
     def close(self) -> None:
         """Wait for the save under way and release the buffers."""
@@ -746,32 +748,9 @@ class DrafterCheckpoint:
         self._thread.shutdown()
         self._staged = {}
 
-    def _write(self, final: Path) -> None:
-        with new_folder(final, durable=True, replace=False) as folder:
-            file = folder / _FILE
-            save_file(self._staged, file)
-            fsync_file(file)
-            write_sum(file, sha256_of(file))
-        for old in _numbered(self.folder)[self.keep :]:
-            shutil.rmtree(old, ignore_errors=True)
+    def _write(self) -> None:
+        with new_file(self.path) as new:
+            save_file(self._staged, new)
 
-    def _failed(self, final: Path, error: BaseException) -> None:
-        self.failures.append(f"{final}: not saved, the one before it stays: {_in_words(error)}")
-
-
-def _read(folder: Path, state: Tensors) -> dict[str, Tensor]:
-    file = folder / _FILE
-    if written_sum(file) != sha256_of(file):
-        raise RunError(f"{file.name} is not what was written")
-    tensors = load_file(file)
-    check_tensors("not a state of this drafter", state, tensors)
-    return tensors
-
-
-def _numbered(folder: Path) -> list[Path]:
-    """Complete checkpoints, newest first."""
-    return sorted((path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name)), reverse=True)
-
-
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {one_line(error)[:400]}"
+    def _failed(self, what: str, error: BaseException) -> None:
+        self.failures.append(f"{self.path}: {what}: {type(error).__name__}: {one_line(error)[:400]}")

@@ -24,7 +24,7 @@ pytestmark = [
 FAULTS = (
     Fault(point="driver call RolloutWorker.generate", nth=3, action="kill target", after=True),
     Fault(point="driver call SpotTrainer.train", nth=2, action="stop target", after=True),
-    Fault(point="SpotTrainer fsync drafter/worker-N/checkpoint-N.partial", nth=2, action="kill"),
+    Fault(point="SpotTrainer rename drafter/worker-N/state.safetensors", nth=2, action="kill"),
     Fault(point="driver call TrainerActor.ask", nth=5, action="kill target", after=True),
     Fault(point="driver rename checkpoints/step-N", nth=2, action="kill"),
     Fault(point="driver call RolloutWorker.generate", nth=5, action="stop target"),

@@ -42,7 +42,7 @@ from tltlab.runtime.drafter.run import (
     drafter_of,
     machine_addresses,
 )
-from tltlab.runtime.drafter.worker import SpotTrainer, read_data
+from tltlab.runtime.drafter.worker import read_data
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.run.grpo import GrpoRun, train
@@ -107,6 +107,10 @@ class StandIn:
 
 def asked(workers):
     return lambda method, *args: ray.get([getattr(worker, method).remote(*args) for worker in workers])
+
+
+def num_updates(trainer):
+    return trainer.training.updates
 
 
 def frozen():
@@ -177,7 +181,7 @@ class Story:
         return asked_of(self.run, ask, *workers)
 
     def updates(self, worker):
-        return int(self.run.training.answers("num_updates", workers=[worker]).get(worker, -1))
+        return asked_of(self.run, num_updates, worker)[0] if worker in self.pids else -1
 
     def trains(self, *idle, more=0):
         """Begin a rollout in which the workers `idle` train until each is more than `more` updates ahead of the drafter
@@ -272,7 +276,7 @@ def test_a_drafter_continues_from_a_checkpoint(story, tmp_path):
     resumed = DrafterRun(run.config, run.recipe, tmp_path / "drafter", RunEvents(tmp_path / "events.jsonl"))
     later = tmp_path / "drafter" / "worker-0"
     later.mkdir(parents=True)
-    (later / "checkpoint-9").write_text("of a future that was left")
+    (later / "state.safetensors").write_text("of a future that was left")
     had = story.trainers(held)
     assert any(had)
     resumed.load_state_dict(state, saved)
@@ -281,9 +285,9 @@ def test_a_drafter_continues_from_a_checkpoint(story, tmp_path):
     workers = [StandIn(SequenceSender(str(resumed.feed(n)))) for n in range(3)]
     try:
         resumed.start(workers, frozen, asked(workers))
-        assert not later.exists() or not list(later.glob("checkpoint-*"))
+        assert not (later / "state.safetensors").exists()
         assert resumed.state_dict(saved) == state
-        assert set(resumed.training.answers("num_updates").values()) == {run.served.updates}
+        assert set(asked_of(resumed, num_updates)) == {run.served.updates}
         for own in resumed.training.answers("state").values():
             assert same(own, ray.get(run.served.training))
         assert asked_of(resumed, held) == had
@@ -323,7 +327,7 @@ def test_a_gate_passes_only_a_better_drafter(story, monkeypatch):
         run.schedule.attempts.clear()
     assert any("does not serve" in json.dumps(event) for event in story.logged()[-4:])
     run.training.publish(run.served)
-    assert set(story.trainers(SpotTrainer.num_updates)) == {run.served.updates}
+    assert set(story.trainers(num_updates)) == {run.served.updates}
 
 
 def forget_served(trainer):
@@ -389,7 +393,7 @@ def test_a_run_that_goes_back_restores_its_drafter(story, tmp_path, monkeypatch)
     began_with, predicted = worker.given[-1]
     assert predicted == []
     assert same(began_with, load_head(story.folder / "drafter" / "initial").serving_weights())
-    assert story.trainers(SpotTrainer.num_updates) == [0, 0, 0]
+    assert story.trainers(num_updates) == [0, 0, 0]
     assert story.trainers(held) == [[], [], []]
     story.trains(1)
     story.ends()
@@ -404,7 +408,7 @@ def test_a_killed_trainer_continues_from_its_checkpoint(story):
     story.trains(2, more=20)
     before = story.updates(2)
     story.restarted(2, story.kill(2))
-    assert list((story.folder / "drafter" / "worker-2").glob("checkpoint-*"))
+    assert (story.folder / "drafter" / "worker-2" / "state.safetensors").exists()
     again = story.updates(2)
     assert again >= before - 10, "at most two checkpoints' worth is lost, the last may have been under way"
     # What it had to learn from has died with it.

@@ -1,6 +1,7 @@
 """The trainer beside a worker, between the coordinator's orders and a real feed; only the engine is missing."""
 
 import contextlib
+import math
 import threading
 import time
 from dataclasses import replace
@@ -130,7 +131,7 @@ class Bench:
     def trains(self, worker, num_updates):
         """A worker runs out of requests, and its trainer has done so many updates at least."""
         self.idle(worker)
-        until(lambda: self.trainers[worker].num_updates() >= num_updates)
+        until(lambda: self.trainers[worker].training.updates >= num_updates)
 
     def ends(self):
         """The rollout ends, and nobody is waited for in vain; how long it waited."""
@@ -157,14 +158,18 @@ def bench(tmp_path, sockets):
         yield bench
 
 
+def predicted(trainer):
+    return trainer.training.predict(trainer._heldout)
+
+
 def sequences(rl_step=0, number=24):
     return [text.sequence(100 * rl_step + n, rl_step=rl_step) for n in range(number)]
 
 
 def test_an_idle_worker_trains_until_the_rollout_ends(bench):
     trainer = bench.taught()
-    assert trainer.num_updates() == 0, "it trains while its engine generates"
-    before = trainer.predicted()
+    assert trainer.training.updates == 0, "it trains while its engine generates"
+    before = predicted(trainer)
     update, late = trainer.training.update, []
 
     def watched(*args, **kwargs):
@@ -174,28 +179,30 @@ def test_an_idle_worker_trains_until_the_rollout_ends(bench):
     trainer.training.update = watched
     bench.trains(1, 30)
     waited = bench.ends()
-    (row,) = trainer.take_rows()
-    assert trainer.take_rows() == []
+    report = trainer.report()
+    (row,) = report.rows
+    assert (report.updates, report.predicted[:1]) == (row["updates"], predicted(trainer)[:1])
+    assert trainer.report().rows == []
     assert (row["rl_step"], row["worker"], row["members"], row["ended"]) == (0, 1, 1, "stopped")
-    assert row["updates"] == trainer.num_updates() >= 30
+    assert row["updates"] == trainer.training.updates >= 30
     assert row["tokens"] >= 100 * row["updates"]
     assert row["checkpoints"] == row["updates"] // 5 + (row["updates"] % 5 > 0)
     assert sum(late) <= 1, "the optimizer step under way was to be the last"
     assert 0 < row["yield_s"] <= waited
     assert row["train_s"] > 0
     assert row["setup_s"] + row["train_s"] + row["wait_s"] + row["blocked_s"] <= row["duration"]
-    assert trainer.predicted()[0] > before[0] + 0.05
-    done = trainer.num_updates()
+    assert predicted(trainer)[0] > before[0] + 0.05
+    done = trainer.training.updates
     time.sleep(0.1)
-    assert trainer.num_updates() == done
+    assert trainer.training.updates == done
 
 
 def test_enough_updates_end_training(bench):
     trainer = bench.taught(CONFIG.model_copy(update={"max_updates": 6}))
     bench.trains(1, 6)
-    (row,) = until(trainer.take_rows)
+    (row,) = until(lambda: trainer._rows)
     assert row["ended"] == "declined"
-    assert row["updates"] == trainer.num_updates() == 6
+    assert row["updates"] == trainer.training.updates == 6
     bench.ends()
 
 
@@ -204,14 +211,14 @@ def test_orders_that_overtake_or_repeat_one_another_train_once(bench):
     train = Train(worker=1, number=1, term=1, rl_step=0, members=(1, 2))
     trainer.order(StopTraining(worker=1, number=2))
     trainer.train(train)
-    assert trainer.take_rows() == [], "it was stopped before it began"
+    assert trainer._rows == [], "it was stopped before it began"
     alone = Train(worker=1, number=4, term=2, rl_step=0, members=(1,))
     trainer.order(alone)
     bench._start(trainer.train, replace(train, number=3, term=2))
-    until(lambda: trainer.num_updates() > 2)
+    until(lambda: trainer.training.updates > 2)
     trainer.order(StopTraining(worker=1, number=5))
     trainer.train(alone)
-    (row,) = trainer.take_rows()
+    (row,) = trainer._rows
     assert (row["term"], row["members"]) == (2, 1), "the newest order of its term counts, and once"
 
 
@@ -226,14 +233,14 @@ def test_one_sequence_is_enough_to_train(bench):
     trainer.buffer.sample = watched
     bench.idle(1)
     assert empty.wait(300)
-    assert trainer.num_updates() == 0
+    assert trainer.training.updates == 0
     bench.teach(1, sequences(number=1))
-    until(lambda: trainer.num_updates() >= 3)
+    until(lambda: trainer.training.updates >= 3)
     bench.ends()
-    (row,) = trainer.take_rows()
+    (row,) = trainer._rows
     assert row["wait_s"] > 0
     assert row["tokens"] == 24 * row["updates"]
-    assert trainer.predicted() == []
+    assert predicted(trainer) == []
     assert all(torch.isfinite(value).all() for value in trainer.weights().values())
 
 
@@ -242,18 +249,19 @@ def test_states_not_finite_end_the_period_only(bench):
     trainer = bench.taught(some=broken)
     good = trainer.weights()
     bench.idle(1)
-    (row,) = until(trainer.take_rows)
+    (row,) = until(lambda: trainer._rows)
     assert row["ended"] == "failed"
     assert "not finite" in row["detail"]
-    assert (row["updates"], trainer.num_updates(), trainer.training.skipped) == (0, 0, 3)
+    assert (row["updates"], trainer.training.updates, trainer.training.skipped) == (0, 0, 3)
     assert same(trainer.weights(), good)
-    assert trainer.predicted() == [], "the run has nothing new to serve"
+    assert trainer.report().predicted == [], "the run has nothing new to serve"
     bench.ends()
     bench.begin(1)
     bench.begin(2)
     bench.teach(1, sequences(2))
     bench.trains(1, 4)
     bench.ends()
+    assert math.isfinite(trainer.report().predicted[0])
 
 
 def test_a_group_starts_from_its_furthest_member(bench):
@@ -262,18 +270,18 @@ def test_a_group_starts_from_its_furthest_member(bench):
     bench.trains(2, 20)
     bench.ends()
     new = bench.add(1)
-    before = old.num_updates()
+    before = old.training.updates
     bench.begin(1)
     bench.teach(1, sequences(1))
     bench.trains(1, 1)
     bench.idle(2)
-    until(lambda: new.num_updates() > before + 5)
+    until(lambda: new.training.updates > before + 5)
     assert bench.state.members == (1, 2)
     bench.ends()
     assert same(new.state(), old.state())
-    rows = [new.take_rows()[-1], old.take_rows()[-1]]
+    rows = [new._rows[-1], old._rows[-1]]
     assert [row["members"] for row in rows] == [2, 2]
-    assert rows[1]["updates"] == old.num_updates() - before
+    assert rows[1]["updates"] == old.training.updates - before
 
 
 def test_every_eighth_response_is_held_out(bench):
@@ -328,7 +336,7 @@ def test_others_continue_without_a_hanging_member(bench):
     for worker in (1, 2):
         bench.teach(worker, sequences())
         bench.idle(worker)
-    until(lambda: min(here.num_updates(), hanging.num_updates()) > 3)
+    until(lambda: min(here.training.updates, hanging.training.updates) > 3)
     update, wakes = hanging.training.update, threading.Event()
 
     def late(*args, **kwargs):
@@ -337,10 +345,10 @@ def test_others_continue_without_a_hanging_member(bench):
 
     hanging.training.update = late
     try:
-        until(lambda: here.num_updates() > hanging.num_updates() + 5)
+        until(lambda: here.training.updates > hanging.training.updates + 5)
     finally:
         wakes.set()
     bench.ends()
-    (row,) = here.take_rows()
+    (row,) = here._rows
     assert (row["ended"], row["members"]) == ("stopped", 2)
     assert "hangs" in row["detail"]
