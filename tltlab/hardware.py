@@ -7,16 +7,16 @@ unless stated.
 
 from __future__ import annotations
 
-import json
 import re
-from importlib.resources import files
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
-from .config import FrozenModel
+from .config import FrozenModel, faults_in
 from .errors import ConfigError
+from .files import read_json
 
 BYTES_PER_VALUE = 2
 GIB = float(1 << 30)
@@ -187,9 +187,35 @@ class ModelShape(FrozenModel):
         return self.full_layers * self.layer_kv_values * BYTES_PER_VALUE
 
 
-_KNOWN = json.loads((files("tltlab") / "hardware.json").read_text("utf-8"))
-GPUS = tuple(Gpu(memory_bytes=gpu.pop("memory_gib") * GIB, **gpu) for gpu in _KNOWN["gpus"])
-MODELS = tuple(ModelShape(**model) for model in _KNOWN["models"])
+class _Sheet(FrozenModel):
+    """A GPU of hardware.json: a `Gpu` with its memory in GiB."""
+
+    model_config = ConfigDict(extra="allow")
+
+    memory_gib: Positive
+
+    @classmethod
+    def read(cls, entry: Any) -> Gpu:
+        sheet = cls.model_validate(entry)
+        return Gpu.model_validate({**(sheet.model_extra or {}), "memory_bytes": sheet.memory_gib * GIB})
+
+
+def _records(kind: str, entries: list[dict[str, Any]], read: Callable[[Any], _Named]) -> tuple[_Named, ...]:
+    """Records of hardware.json. Raises ConfigError that names the entry which has a fault."""
+    records = []
+    for number, entry in enumerate(entries):
+        with faults_in(f"hardware.json: {kind}.{number} ({entry.get('name')})"):
+            records.append(read(entry))
+    return tuple(records)
+
+
+def read_hardware(path: Path) -> tuple[tuple[Gpu, ...], tuple[ModelShape, ...]]:
+    """GPUs and models of a file like hardware.json. Raises ConfigError for a broken file or entry."""
+    known = read_json(path)
+    return _records("gpus", known["gpus"], _Sheet.read), _records("models", known["models"], ModelShape.model_validate)
+
+
+GPUS, MODELS = read_hardware(Path(__file__).with_name("hardware.json"))
 _SUFFIXES = ("-FP8", "-2507", "-Instruct", "-Thinking")
 
 

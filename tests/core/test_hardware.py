@@ -1,12 +1,25 @@
 """GPUs and models: what their data sheets and shapes come to, and what does not fit."""
 
+import json
+from importlib.resources import files
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
 from tests.refused import refused
 from tltlab.costs.profiles import shape_of_config
 from tltlab.errors import ConfigError
-from tltlab.hardware import RUNTIME_BYTES, Gpu, ModelShape, activation_bytes, gpu, kv_capacity_tokens, model
+from tltlab.hardware import (
+    RUNTIME_BYTES,
+    Gpu,
+    ModelShape,
+    activation_bytes,
+    gpu,
+    kv_capacity_tokens,
+    model,
+    read_hardware,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,6 +31,23 @@ def test_weight_bytes_per_step_and_kv_bytes(name: str, billions: float, kv_bytes
     shape = model(name)
     assert round(shape.weight_params / 1e9, 2) == billions
     assert shape.kv_bytes_per_token == kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "facts"),
+    [
+        ("gpus", {"peak_flops": "fast"}, ("gpus.1", "H200", "peak_flops", "fast")),
+        ("gpus", {"memory_gib": None}, ("gpus.1", "H200", "memory_gib")),
+        ("gpus", {"bandwidth": 1e12}, ("gpus.1", "H200", "bandwidth")),
+        ("models", {"kv_heads": 5}, ("models.1", "Qwen2.5-1.5B", "kv_heads")),
+    ],
+)
+def test_a_fault_in_the_list_names_its_entry(tmp_path: Path, part: str, change: dict[str, object], facts: tuple):
+    known = json.loads(files("tltlab").joinpath("hardware.json").read_text())
+    known[part][1] |= change
+    (tmp_path / "hardware.json").write_text(json.dumps(known))
+    with refused(ConfigError, naming=("hardware.json", *facts)):
+        read_hardware(tmp_path / "hardware.json")
 
 
 def test_weights_are_the_sum_of_the_matrices():

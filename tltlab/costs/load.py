@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +30,7 @@ _STAGES: TypeAdapter[StageCosts | RooflineStages] = TypeAdapter(
 
 def presets() -> list[str]:
     """Names of the cost models that ship with the package."""
-    return _shipped("presets")
+    return list(_shipped("presets"))
 
 
 class OwnCosts(OwnPart):
@@ -85,21 +83,20 @@ def load_stages(source: StageCosts | dict[str, Any] | str | Path) -> StageCosts:
             raise ConfigError(f"{origin}: {error}") from error
 
 
-def _shipped(folder: str) -> list[str]:
-    return sorted(f.name.removesuffix(".json") for f in (files("tltlab.costs") / folder).iterdir())
+def _shipped(folder: str) -> dict[str, Path]:
+    """Files of a folder of this package by name."""
+    paths = (Path(__file__).parent / folder).iterdir()
+    return {path.stem: path for path in sorted(paths, key=lambda path: path.stem)}
 
 
 def _read(source: dict[str, Any] | str | Path, folder: str, name: str, kind: str) -> tuple[str, Any]:
     """Name of a source in error messages, and its value."""
-    if isinstance(source, dict):
-        return name, source
-    if isinstance(source, str) and source in _shipped(folder):
-        return source, json.loads((files("tltlab.costs") / folder / f"{source}.json").read_text())
     if not isinstance(source, str | Path):
         return name, source
-    if not Path(source).exists():
-        names = ", ".join(_shipped(folder))
+    shipped = _shipped(folder)
+    path = shipped.get(str(source), Path(source))
+    if not path.exists():
         engines = ", ".join(profiles().engines)
         others = f", ENGINE:GPUS:MODEL with one of {engines}, or module:Class" if folder == "presets" else ""
-        raise ConfigError(f"no {kind} at {source}: give a JSON file or one of the presets {names}{others}")
-    return str(source), read_json(Path(source))
+        raise ConfigError(f"no {kind} at {source}: give a JSON file or one of the presets {', '.join(shipped)}{others}")
+    return str(source), read_json(path)

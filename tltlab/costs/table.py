@@ -27,7 +27,7 @@ from tltlab.strategy import Strategy
 from .base import CalibratedRange, CostModel, IterationCost, Seconds, padded
 from .linear import LEVELS, measured_drafting
 from .roofline import Hardware, rounded_max
-from .samples import NUM_BANDS, Fitted, Iterations, band, non_negative, robust_fit
+from .samples import Fitted, Iterations, band, non_negative, robust_fit
 
 LEAST_S = 1e-9
 DIP = 0.05
@@ -312,8 +312,7 @@ def _recorded(rows: Iterations) -> TableCosts:
     columns |= fixed_columns(rows.batch, batch_at)
     columns |= {"sd_base_s": rows.spec.astype(np.float64), "prefill_per_token_s": rows.prefill}
     # An iteration that prefills is of no other regime, speculative or not.
-    groups = rows.regime * NUM_BANDS + band(rows.batch)
-    coefficients = robust_fit(columns, rows.seconds - rows.draft_s, groups, rows.block).coefficients
+    coefficients = robust_fit(columns, rows.seconds - rows.draft_s, rows.group, rows.block).coefficients
     terms: dict[str, float | None] = {"prefill_per_token_s": coefficients["prefill_per_token_s"]}
     notes = []
     if coefficients["prefill_per_token_s"] is None:
