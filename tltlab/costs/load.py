@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 
-from tltlab.config import dotted, faults_in, validated
+from tltlab.config import Place, dotted, validated
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.own import OwnPart
@@ -23,8 +23,11 @@ from .table import TableCosts
 _COSTS: TypeAdapter[LinearCosts | RooflineCosts | TableCosts | ScaledCosts] = TypeAdapter(
     Annotated[LinearCosts | RooflineCosts | TableCosts | ScaledCosts, Field(discriminator="kind")]
 )
-_STAGES: TypeAdapter[StageCosts | RooflineStages] = TypeAdapter(
-    Annotated[StageCosts | RooflineStages, Field(discriminator="kind")]
+_STAGES: TypeAdapter[Any] = TypeAdapter(
+    Annotated[
+        Annotated[StageCosts | RooflineStages, Field(discriminator="kind")],
+        AfterValidator(lambda costs: costs.build() if isinstance(costs, RooflineStages) else costs),
+    ]
 )
 
 
@@ -58,10 +61,7 @@ def load_costs(source: CostModel | type[CostModel] | dict[str, Any] | str | Path
         return own
     assert not isinstance(source, CostModel | type)
     origin, value = _read(source, "presets", "costs", "cost model")
-    if not isinstance(value, dict):
-        raise ConfigError(f"{origin}: a cost model is an object with 'kind' and terms, not {type(value).__name__}")
-    # The first part of a place is the kind.
-    return validated(_COSTS, {"kind": "linear"} | value, origin, lambda place: dotted(place[1:]))
+    return validated(_COSTS, value, origin, _without_kind)
 
 
 def load_stages(source: StageCosts | dict[str, Any] | str | Path) -> StageCosts:
@@ -73,14 +73,12 @@ def load_stages(source: StageCosts | dict[str, Any] | str | Path) -> StageCosts:
     if isinstance(source, StageCosts):
         return source
     origin, value = _read(source, "stage_presets", "stages", "stage costs")
-    if not isinstance(value, dict):
-        raise ConfigError(f"{origin}: stage costs are an object with the stages' terms, not {type(value).__name__}")
-    with faults_in(origin):
-        try:
-            costs = _STAGES.validate_python({"kind": "linear"} | value)
-            return costs.build() if isinstance(costs, RooflineStages) else costs
-        except ConfigError as error:
-            raise ConfigError(f"{origin}: {error}") from error
+    costs: StageCosts = validated(_STAGES, value, origin, _without_kind)
+    return costs
+
+
+def _without_kind(place: Place) -> str:
+    return dotted(place[1:])
 
 
 def _shipped(folder: str) -> dict[str, Path]:
@@ -89,14 +87,18 @@ def _shipped(folder: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted(paths, key=lambda path: path.stem)}
 
 
-def _read(source: dict[str, Any] | str | Path, folder: str, name: str, kind: str) -> tuple[str, Any]:
-    """Name of a source in error messages, and its value."""
-    if not isinstance(source, str | Path):
-        return name, source
-    shipped = _shipped(folder)
-    path = shipped.get(str(source), Path(source))
-    if not path.exists():
-        engines = ", ".join(profiles().engines)
-        others = f", ENGINE:GPUS:MODEL with one of {engines}, or module:Class" if folder == "presets" else ""
-        raise ConfigError(f"no {kind} at {source}: give a JSON file or one of the presets {', '.join(shipped)}{others}")
-    return str(source), read_json(path)
+def _read(source: dict[str, Any] | str | Path, folder: str, name: str, kind: str) -> tuple[str, dict[str, Any]]:
+    """Name of a source in error messages, and its value, linear where that does not say."""
+    value: Any = source
+    if isinstance(source, str | Path):
+        name, shipped = str(source), _shipped(folder)
+        path = shipped.get(name, Path(source))
+        if not path.exists():
+            engines = ", ".join(profiles().engines)
+            others = f", ENGINE:GPUS:MODEL with one of {engines}, or module:Class" if folder == "presets" else ""
+            names = ", ".join(shipped)
+            raise ConfigError(f"no {kind} at {source}: give a JSON file or one of the presets {names}{others}")
+        value = read_json(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name}: a file of {kind} is an object with 'kind' and terms, not {type(value).__name__}")
+    return name, {"kind": "linear"} | value
