@@ -100,5 +100,7 @@ def _read(source: dict[str, Any] | str | Path, folder: str, name: str, kind: str
             raise ConfigError(f"no {kind} at {source}: give a JSON file or one of the presets {names}{others}")
         value = read_json(path)
     if not isinstance(value, dict):
-        raise ConfigError(f"{name}: a file of {kind} is an object with 'kind' and terms, not {type(value).__name__}")
+        raise ConfigError(
+            f"{name} holds no {kind}: expected an object with 'kind' and terms, not {type(value).__name__}"
+        )
     return name, {"kind": "linear"} | value
