@@ -7,7 +7,15 @@ from tests.refused import refused
 from tltlab.config import entries
 from tltlab.costs.profiles import shape_of_config
 from tltlab.errors import ConfigError
-from tltlab.hardware import RUNTIME_BYTES, Gpu, ModelShape, activation_bytes, gpu, kv_capacity_tokens, model
+from tltlab.hardware import (
+    RUNTIME_BYTES,
+    Gpu,
+    ModelShape,
+    activation_bytes,
+    gpu,
+    kv_capacity_tokens,
+    model,
+)
 
 
 @pytest.mark.parametrize(

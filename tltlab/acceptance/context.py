@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import pandas as pd
 from pydantic import Field, SerializeAsAny, TypeAdapter, field_validator
 
-from tltlab.arrays import Floats, Ints
+from tltlab.arrays import Flags, Floats, Ints
 from tltlab.errors import ConfigError
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
@@ -42,7 +41,6 @@ _MIN_RESPONSES = 8
 _SURE = 16.0
 """Deviance by which the best length must be better than none; _SPAN: by which another one may be worse than it."""
 _SPAN = 3.84
-_KEY = ["rl_step", "prompt_id", "sample", "turn"]
 _K = 1024
 _WRITTEN = re.compile(r"(.+)@([\w.]+)", re.DOTALL)
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kK]?)")
@@ -113,8 +111,7 @@ class ContextAcceptance(Wrapped, AcceptanceModel):
         """Chance of a drafted token over that within the trained length, 1 to 0."""
         if self.trained_tokens is None:
             return np.ones_like(context_tokens, np.float64)
-        beyond = (USELESS_AT - context_tokens / self.trained_tokens) / (USELESS_AT - 1.0)
-        return np.clip(beyond, 0.0, 1.0)
+        return _share(context_tokens, self.trained_tokens)
 
     def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
         survival = self.base.survival(strategy, requests)
@@ -185,33 +182,39 @@ class TrainedLength:
     chances: tuple[float, ...]
 
 
-def fit_trained_length(drafts: pd.DataFrame, prompt_tokens: Mapping[tuple[object, ...], int]) -> TrainedLength | None:
+def fit_trained_length(*, response: Ints, context_tokens: Floats, reach: Ints, accepted: Ints) -> TrainedLength | None:
     """The trained length that makes one drafter's drafts most likely; None where the drafts do not identify one.
 
-    `prompt_tokens` are by response. Each token of a draft has a chance of its own, so depths may be mixed. Some
-    responses are easier to draft for: deviances are divided by the dispersion of what these keep (quasi-likelihood).
+    One entry each: the number of its response, tokens before it, most tokens that could be kept, tokens kept. Each
+    token of a draft has a chance of its own, so depths may be mixed. Some responses are easier to draft for: deviances
+    are divided by the dispersion of what these keep (quasi-likelihood).
     """
-    cells = _Cells.of(drafts, prompt_tokens)
-    longest, shortest = float(cells.context.max(initial=0.0)), float(cells.context.min(initial=np.inf))
+    if len(np.unique(response)) < _MIN_RESPONSES:
+        return None
+    cells = _Cells.of(response, context_tokens, reach, accepted)
+    longest, shortest = float(cells.context.max()), float(cells.context.min())
     first = max(float(LEAST_TOKENS), shortest / USELESS_AT)
-    if cells.num_responses < _MIN_RESPONSES or longest <= first:
+    if longest <= first:
         return None
     lengths = np.geomspace(first, longest, max(2, int(np.log(longest / first) / np.log(_RATIO))))
     each = np.array([cells.log_likelihood(length) for length in lengths])
     best = int(each.argmax())
-    deviance = 2.0 * (each[best] - each) / cells.dispersion(lengths[best])
-    gain = 2.0 * (each[best] - cells.log_likelihood(np.inf)) / cells.dispersion(lengths[best])
+    dispersion = cells.dispersion(lengths[best])
+    deviance = 2.0 * (each[best] - each) / dispersion
+    gain = 2.0 * (each[best] - cells.log_likelihood(np.inf)) / dispersion
     if gain < _SURE or len(np.unique(cells.response[cells.context > lengths[best]])) < _MIN_RESPONSES:
         return None
     equal = np.flatnonzero(deviance < _SPAN)
     low, high = lengths[max(0, equal.min() - 1)], lengths[min(len(lengths) - 1, equal.max() + 1)]
     trained = round(float(lengths[best]))
+    chances = cells.chances(_share(cells.context, trained))
     return TrainedLength(
-        trained_tokens=trained,
-        low=round(float(low)),
-        high=round(float(high)),
-        chances=tuple(cells.chances(trained)),
+        trained_tokens=trained, low=round(float(low)), high=round(float(high)), chances=tuple(chances.tolist())
     )
+
+
+def _share(context_tokens: Floats, trained_tokens: float) -> Floats:
+    return np.clip((USELESS_AT - context_tokens / trained_tokens) / (USELESS_AT - 1.0), 0.0, 1.0)
 
 
 @frozen
@@ -224,28 +227,22 @@ class _Cells:
     kept: Floats
 
     @classmethod
-    def of(cls, drafts: pd.DataFrame, prompt_tokens: Mapping[tuple[object, ...], int]) -> _Cells:
-        keys = list(drafts[_KEY].itertuples(index=False, name=None))
-        response, _ = pd.factorize(pd.Series(keys, dtype=object))
-        context = drafts["generated_tokens"].to_numpy(np.float64) + np.array([prompt_tokens[key] for key in keys])
-        accepted, reach = drafts["accepted"].to_numpy(np.int64), drafts["reach"].to_numpy(np.int64)
-        place = np.arange(1, int(reach.max()) + 1)
-        tried = (place <= reach[:, None]) & (place <= accepted[:, None] + 1)
-        kept = place <= accepted[:, None]
+    def of(cls, response: Ints, context: Floats, reach: Ints, accepted: Ints) -> _Cells:
         pairs = np.stack([response, (context / _CELL_TOKENS).astype(np.int64)], axis=1)
         cells, at = np.unique(pairs, axis=0, return_inverse=True)
-        at, n = at.ravel(), len(cells)
-        sums = [np.array([np.bincount(at, column, n) for column in table.T]).T for table in (tried, kept)]
-        mean = np.bincount(at, context, n) / np.bincount(at, minlength=n)
-        return cls(response=cells[:, 0], context=mean, tried=sums[0], kept=sums[1])
+        at, place = at.ravel(), np.arange(1, int(reach.max()) + 1)
 
-    @property
-    def num_responses(self) -> int:
-        return len(np.unique(self.response))
+        def counted(rows: Flags) -> Floats:
+            counts = np.zeros((len(cells), len(place)))
+            np.add.at(counts, at, rows)
+            return counts
 
-    def chances(self, trained_tokens: float) -> list[float]:
-        """The chance of each place of a draft within a trained length, given those before it."""
-        return [float(value) for value in self._chances(self._share(trained_tokens))]
+        return cls(
+            response=cells[:, 0],
+            context=np.bincount(at, context) / np.bincount(at),
+            tried=counted((place <= reach[:, None]) & (place <= accepted[:, None] + 1)),
+            kept=counted(place <= accepted[:, None]),
+        )
 
     def log_likelihood(self, trained_tokens: float) -> float:
         """Log-likelihood of all drafts."""
@@ -258,15 +255,12 @@ class _Cells:
         off = np.bincount(self.response, (self.kept - self.tried * chance).sum(axis=1))
         return max(1.0, float((off**2).sum() / (self.tried * chance * (1.0 - chance)).sum()))
 
+    def chances(self, share: Floats) -> Floats:
+        """The chance of each place of a draft, given those before it, where `share` of it is left in each cell."""
+        tried, kept = (self.tried * share[:, None]).sum(axis=0), self.kept.sum(axis=0)
+        chances: Floats = np.divide(kept, tried, out=np.zeros_like(kept), where=tried > 0)
+        return np.minimum(1.0, chances)
+
     def _expected(self, trained_tokens: float) -> Floats:
-        share = self._share(trained_tokens)
-        return np.clip(share[:, None] * self._chances(share), 1e-4, 1.0 - 1e-4)
-
-    def _share(self, trained_tokens: float) -> Floats:
-        return np.clip((USELESS_AT - self.context / trained_tokens) / (USELESS_AT - 1.0), 0.0, 1.0)
-
-    def _chances(self, share: Floats) -> Floats:
-        tried = (self.tried * share[:, None]).sum(axis=0)
-        kept = self.kept.sum(axis=0)
-        chance: Floats = np.minimum(1.0, np.divide(kept, tried, out=np.zeros_like(kept), where=tried > 0))
-        return chance
+        share = _share(self.context, trained_tokens)
+        return np.clip(share[:, None] * self.chances(share), 1e-4, 1.0 - 1e-4)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
-import pandas as pd
 from pydantic import Field, model_validator
 
-from tltlab.arrays import Floats
+from tltlab.arrays import Floats, Ints
 from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
@@ -43,7 +42,28 @@ class TreeRange(FrozenModel):
     tokens_to_verify: Span
 
 
-class TreeAcceptance(AcceptanceModel):
+class OfOneDrafter(AcceptanceModel):
+    """Acceptance of one drafter by name; without a name of any with a network, or `of_text` of any without."""
+
+    of_text: ClassVar[bool]
+
+    if TYPE_CHECKING:
+        drafter: str | None
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return () if self.drafter is None else (self.drafter,)
+
+    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
+        return drafter in self.drafters if self.drafters else drafters[drafter].has_network != self.of_text
+
+    def check_drafter(self, strategy: Strategy) -> None:
+        """ConfigError for a strategy of another drafter."""
+        if self.drafter is not None:
+            known_drafter(strategy, self.drafters, "the acceptance model")
+
+
+class TreeAcceptance(OfOneDrafter):
     """Trees as in EAGLE-2 and TLT: the tokens_to_verify - 1 most probable nodes of a tree of some depth and branching.
 
     Level i of a tree of n nodes loses the target's path, given that level i - 1 held it, with probability
@@ -59,6 +79,7 @@ class TreeAcceptance(AcceptanceModel):
     trees only; `outside` reports it. The spread around the mean, too, follows from h_i and was not measured.
     """
 
+    of_text = False
     kind: Literal["tree"] = "tree"
     drafter: str | None = None
     late_miss: Share
@@ -70,16 +91,8 @@ class TreeAcceptance(AcceptanceModel):
     calibrated: TreeRange | None = None
     notes: tuple[str, ...] = ()
 
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        return () if self.drafter is None else (self.drafter,)
-
-    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
-        return drafter in self.drafters if self.drafters else drafters[drafter].has_network
-
     def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
-        if self.drafter is not None:
-            known_drafter(strategy, self.drafters, "the tree acceptance model")
+        self.check_drafter(strategy)
         level = np.arange(1, strategy.reach + 1, dtype=np.float64)
         chain = strategy.top_k == 1
         share = np.ones_like(level) if chain else level / (strategy.tokens_to_verify - 1)
@@ -107,7 +120,7 @@ Alike = (
 """Models in files that treat all requests alike."""
 
 
-class SiblingAcceptance(AcceptanceModel):
+class SiblingAcceptance(OfOneDrafter):
     """A model-free drafter that retrieves from its group: acceptance grows with the samples that have finished.
 
     A drafted token is kept, while all before it were, with probability
@@ -119,6 +132,7 @@ class SiblingAcceptance(AcceptanceModel):
     """
 
     varies_by = "request"
+    of_text = True
     kind: Literal["siblings"] = "siblings"
     drafter: str | None = None
     alone: Share
@@ -134,13 +148,6 @@ class SiblingAcceptance(AcceptanceModel):
             raise ValueError(f"most = {self.most} is less than alone = {self.alone}: siblings can only help")
         return self
 
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        return () if self.drafter is None else (self.drafter,)
-
-    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
-        return drafter in self.drafters if self.drafters else not drafters[drafter].has_network
-
     def alpha(self, num_siblings: Floats, generated_tokens: Floats) -> Floats:
         """The chance to keep one more token."""
         references = num_siblings + (0.0 if self.own_tokens is None else generated_tokens / self.own_tokens)
@@ -148,8 +155,7 @@ class SiblingAcceptance(AcceptanceModel):
 
     def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
         only_chains(strategy, "sibling acceptance")
-        if self.drafter is not None:
-            known_drafter(strategy, self.drafters, "the acceptance model")
+        self.check_drafter(strategy)
         alpha = self.alpha(requests.num_siblings, requests.generated_tokens)
         return alpha[:, None] ** np.arange(1, strategy.reach + 1)
 
@@ -157,33 +163,25 @@ class SiblingAcceptance(AcceptanceModel):
         return self.drafted_share * strategy.reach
 
 
-def fit_siblings(drafts: pd.DataFrame, drafter: str) -> SiblingAcceptance:
-    """Fit the growth curve to recorded drafts, weighted least squares on counted chances.
+def fit_siblings(
+    drafter: str, *, num_siblings: Floats, generated_tokens: Ints, reach: Ints, accepted: Ints
+) -> SiblingAcceptance:
+    """Fit the growth curve to drafts, one entry each: weighted least squares on counted chances.
 
-    Raises ConfigError below MIN_DRAFTS drafts.
+    `reach` is the most tokens that could be kept. Raises ConfigError below MIN_DRAFTS drafts.
     """
     from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
-    rows = drafts[drafts["drafter"] == drafter]
-    if len(rows) < MIN_DRAFTS:
+    if len(accepted) < MIN_DRAFTS:
         raise ConfigError(
-            f"drafter {drafter!r} has {len(rows)} drafts with a known number of finished siblings, "
+            f"drafter {drafter!r} has {len(accepted)} drafts with a known number of finished siblings, "
             f"at least {MIN_DRAFTS} are needed"
         )
-    table = pd.DataFrame(
-        {
-            "siblings": rows["num_siblings"].to_numpy(np.float64),
-            "stretch": rows["generated_tokens"].to_numpy() // CELL_TOKENS,
-            "position": rows["generated_tokens"].to_numpy(np.float64),
-            "tried": np.minimum(rows["accepted"].to_numpy() + 1.0, rows["reach"].to_numpy()),
-            "kept": rows["accepted"].to_numpy(np.float64),
-        }
-    )
-    by = table.groupby(["siblings", "stretch"], as_index=False)
-    cells = by.agg(position=("position", "mean"), tried=("tried", "sum"), kept=("kept", "sum"))
-    siblings, position = np.asarray(cells["siblings"]), np.asarray(cells["position"])
-    tried = np.asarray(cells["tried"])
-    rate = np.asarray(cells["kept"]) / tried
+    cells, at = np.unique(np.stack([num_siblings, generated_tokens // CELL_TOKENS]), axis=1, return_inverse=True)
+    siblings, at = cells[0], at.ravel()
+    position = np.bincount(at, generated_tokens) / np.bincount(at)
+    tried = np.bincount(at, np.minimum(accepted + 1, reach))
+    rate = np.bincount(at, accepted) / tried
 
     def model(p: Floats) -> SiblingAcceptance:
         low, gap = 1.0 / (1.0 + np.exp(-np.clip(p[:2], -30, 30)))

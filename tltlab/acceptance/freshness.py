@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-import pandas as pd
 from pydantic import Field, model_validator
 
 from tltlab.arrays import Floats
@@ -24,6 +23,9 @@ from tltlab.strategy import Strategy
 from .base import Acceptance, AcceptanceModel, Positive, RequestArrays, Scaled, Share, Wrapped
 from .context import ContextAcceptance
 from .curves import Alike, SiblingAcceptance
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Base = Alike | SiblingAcceptance | ContextAcceptance
 _FOREVER = 1e9
@@ -177,23 +179,19 @@ def fit_freshness(acceptance: pd.DataFrame, drafter: str) -> tuple[Freshness, tu
     return freshness, tuple(notes)
 
 
-def measured_state(
-    freshness: Freshness, ages: pd.Series[float], updates: pd.Series[float], weights: pd.Series[float]
-) -> MeasuredState:
+def measured_state(freshness: Freshness, ages: Floats, updates: Floats, weights: Floats) -> MeasuredState:
     """One state with the mean level of several: what a model describes that was pooled over drafters in these states.
 
     >>> half = Freshness(untrained=0.5, floor=0.5, updates_to_train=2.0)
-    >>> ones = pd.Series([1.0, 1.0])
-    >>> measured_state(half, 0 * ones, pd.Series([0.0, 1e9]), ones).updates  # level 0.75
+    >>> measured_state(half, np.zeros(2), np.array([0.0, 1e9]), np.ones(2)).updates  # level 0.75
     1.3862943611198906
     """
-    share = weights.to_numpy(np.float64) / max(float(weights.sum()), 1e-9)
-    age, done = np.asarray(ages, np.float64), np.asarray(updates, np.float64)
-    mean_age, to_gain = float(share @ age), 1.0 - freshness.untrained
-    level = float(share @ freshness.levels(age, done))
+    share = weights / max(float(weights.sum()), 1e-9)
+    mean_age, to_gain = float(share @ ages), 1.0 - freshness.untrained
+    level = float(share @ freshness.levels(ages, updates))
     fresh = freshness.floor + (level - freshness.floor) * float(np.exp(min(mean_age / freshness.age_steps, 30.0)))
     if to_gain <= 0.0 or fresh >= 1.0:
-        return MeasuredState(age=mean_age, updates=float(share @ done))
+        return MeasuredState(age=mean_age, updates=float(share @ updates))
     gap = float(np.clip((1.0 - fresh) / to_gain, 1e-12, 1.0))
     return MeasuredState(age=mean_age, updates=abs(freshness.updates_to_train * float(np.log(gap))))
 
@@ -210,7 +208,7 @@ class _FreshnessLikelihood:
         cells = rows.groupby(by, as_index=False)[["tried", "kept", "weight"]].sum()
         self.age, self.updates = cells["age"].to_numpy(np.float64), cells["updates"].to_numpy(np.float64)
         self.chance = (cells["kept"] / cells["tried"]).to_numpy(np.float64)
-        self.step = pd.factorize(cells["rl_step"])[0]
+        self.step = np.unique(cells["rl_step"], return_inverse=True)[1]
         self.spread = _step_spread(rows.merge(cells[by].assign(chance=self.chance), on=by))
         noise = np.clip(self.chance, 0.02, 0.98)
         self.weight = cells["weight"].to_numpy(np.float64) / (noise * (1.0 - noise))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,9 +36,11 @@ from .freshness import Base, FreshAcceptance
 from .per_drafter import EVERY, PerDrafter
 
 _TLT = "tlt-qwen2.5-32b"
-_FITTED = TypeAdapter(
-    dict[str, Annotated[TreeAcceptance | SiblingAcceptance, Field(discriminator="kind")]]
-).validate_json((files("tltlab.acceptance") / "shipped.json").read_text("utf-8"))
+_FITTED = validated(
+    TypeAdapter(dict[str, Annotated[TreeAcceptance | SiblingAcceptance, Field(discriminator="kind")]]),
+    read_json(Path(__file__).with_name("shipped.json")),
+    "shipped.json",
+)
 _ASSUMED = (
     f"assumption, see Freshness: {_TLT} taken as the fresh and fully trained drafter's, acceptance falling with age "
     "and rising with training by default values"

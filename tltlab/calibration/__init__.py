@@ -1,1 +1,1 @@
-"""Cost and acceptance models fitted to traces and measurements, with held-out errors."""
+"""Traces and measurements as fits of cost and acceptance models take them, and errors on what was left out."""

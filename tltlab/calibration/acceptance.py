@@ -35,9 +35,14 @@ def by_context(
         return model, []
     rows = drafts[drafts["drafter"] == names[0]]
     # The last draft of a response is cut where it ends.
-    rows = rows[rows.duplicated(list(KEY), keep="last")]
-    prompts = dict(zip(workload[list(KEY)].itertuples(index=False, name=None), workload["prompt_tokens"], strict=True))
-    if rows.empty or (found := fit_trained_length(rows, prompts)) is None:
+    rows = rows[rows.duplicated(list(KEY), keep="last")].merge(workload[[*KEY, "prompt_tokens"]], on=list(KEY))
+    found = fit_trained_length(
+        response=np.asarray(rows.groupby(list(KEY)).ngroup(), np.int64),
+        context_tokens=(rows["generated_tokens"] + rows["prompt_tokens"]).to_numpy(np.float64),
+        reach=rows["reach"].to_numpy(np.int64),
+        accepted=rows["accepted"].to_numpy(np.int64),
+    )
+    if found is None:
         return model, []
     deepest = max(depth for band in model.bands for depth in band.drafters_by_depth.get(names[0], {}))
     if len(found.chances) < deepest:
@@ -47,8 +52,7 @@ def by_context(
         f"(95 %: {found.low} to {found.high}): written as @{trained_text(found.trained_tokens)}, at every batch size"
     )
     bands = tuple(_replaced(band, names[0], found.chances) for band in model.bands)
-    base = model.model_copy(update={"bands": bands})
-    base = MeasuredAcceptance.model_validate(base.model_dump())
+    base = MeasuredAcceptance.model_validate({**dict(model), "bands": bands})
     return ContextAcceptance(base=base, trained_tokens=found.trained_tokens, names=(names[0],)), [note]
 
 
@@ -56,11 +60,9 @@ def _replaced(band: BatchBand, drafter: str, chances: tuple[float, ...]) -> Batc
     """The band with a drafter's distributions made of its chances."""
     fits = {}
     for depth, fit in band.drafters_by_depth.get(drafter, {}).items():
-        p = from_survival(np.cumprod(np.array(chances[:depth], np.float64), dtype=np.float64))
-        fits[depth] = FittedDepth(accepted=tuple(p.tolist()), drafted=fit.drafted, num_samples=fit.num_samples)
-    return band.model_copy(
-        update={"drafters_by_depth": {**band.drafters_by_depth, **({drafter: fits} if fits else {})}}
-    )
+        p = from_survival(np.cumprod(chances[:depth], dtype=np.float64))
+        fits[depth] = fit.model_copy(update={"accepted": tuple(p.tolist())})
+    return band.model_copy(update={"drafters_by_depth": band.drafters_by_depth | ({drafter: fits} if fits else {})})
 
 
 @frozen
@@ -114,7 +116,15 @@ def _siblings(trace: Trace) -> AcceptanceFit:
     candidates = [name for name in names if not trace.drafters[name].has_network] or names
     if len(candidates) > 1:
         raise ConfigError(f"acceptance by siblings describes one drafter, the trace has {', '.join(candidates)}")
-    return AcceptanceFit(kind="siblings", model=fit_siblings(drafts, candidates[0]), notes=tuple(notes))
+    rows = drafts[drafts["drafter"] == candidates[0]]
+    model = fit_siblings(
+        candidates[0],
+        num_siblings=rows["num_siblings"].to_numpy(np.float64),
+        generated_tokens=rows["generated_tokens"].to_numpy(np.int64),
+        reach=rows["reach"].to_numpy(np.int64),
+        accepted=rows["accepted"].to_numpy(np.int64),
+    )
+    return AcceptanceFit(kind="siblings", model=model, notes=tuple(notes))
 
 
 def _fresh(trace: Trace) -> AcceptanceFit:
@@ -142,12 +152,12 @@ def _fresh(trace: Trace) -> AcceptanceFit:
     freshness, notes = fit_freshness(annotated, drafters[0])
     # The base is what the youngest drafter has accepted, one for all batches.
     youngest = annotated[annotated["age"] == annotated["age"].min()]
-    length = youngest["accept_if_drafted"].map(len)
+    states_of = youngest["age"], youngest["updates"], youngest["accept_if_drafted"].map(len)
     model = FreshAcceptance(
         base=_pool(walked_drafts(youngest, int(annotated["max_depth"].min())), trace.drafters),
         drafter=drafters[0],
         freshness=freshness,
-        measured=measured_state(freshness, youngest["age"], youngest["updates"], length),
+        measured=measured_state(freshness, *(column.to_numpy(np.float64) for column in states_of)),
         notes=notes,
     )
     return AcceptanceFit(kind="fresh", model=model, notes=notes)

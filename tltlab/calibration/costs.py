@@ -7,8 +7,8 @@ such as speculation where nothing else speculates, has no error, and a note name
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,7 +34,7 @@ from .cross_validation import (
     step_folds,
 )
 from .iterations import iterations_of, measured_rows, recorded_rows
-from .residuals import coverage, residuals, row_sums, worker_sums
+from .residuals import coverage, residuals, seconds_of, worker_sums
 
 KINDS = ("linear", "roofline", "table")
 
@@ -93,20 +93,13 @@ def fit_trace(
     """
     iterations = iterations_of(trace)
     rows = recorded_rows(iterations, trace.steps, trace.drafters)
-    fit = fit_of(kind, hardware, recorded=True)
-    fitted = fit(rows)
-    notes = coverage(iterations, trace.steps)
-    parts = step_folds(sorted(iterations["rl_step"].unique().tolist()), most_folds)
-    held_out = _held_out(fit, rows, {name: np.isin(rows.rl_step, steps) for name, steps in parts.items()}, notes)
-    predicted = _with_prediction(held_out)
-    errors = worker_sums(predicted, predicted["measured_s"].to_numpy(), predicted["predicted_s"].to_numpy())["bias"]
+    folds = step_folds(sorted(iterations["rl_step"].unique().tolist()), most_folds)
+    masks = {name: np.isin(rows.rl_step, steps) for name, steps in folds.items()}
     engine = trace.manifest.name or (trace.path.name if trace.path else "this trace")
-    update = {
-        "notes": (*fitted.costs.notes, *notes),
-        "noise": _noise(iterations, fitted.predicted_s),
-        "evidence": _evidence(engine, rows, fitted, "RL steps", errors),
-    }
-    return _fitted(kind, rows, fitted, update, row_sums(rows, fitted.predicted_s), held_out)
+    notes = coverage(iterations, trace.steps)
+    found, predicted_s = _fitted(kind, hardware, rows, masks, notes, engine=engine, recorded=True)
+    noise = _noise(iterations, predicted_s)
+    return replace(found, costs=found.costs.model_copy(update={"noise": noise}))
 
 
 def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | None = None) -> CostFit:
@@ -114,40 +107,39 @@ def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | 
 
     Raises ConfigError for data that do not identify the terms of the kind.
     """
-    rows = measured_rows(points)
-    fit = fit_of(kind, hardware, recorded=False)
-    fitted = fit(rows)
-    notes: list[str] = []
-    batches = np.unique(rows.batch)
-    held_out = pd.DataFrame()
+    rows, notes = measured_rows(points), []
+    masks = {f"batch {batch:g}": rows.batch == batch for batch in np.unique(rows.batch)}
     # A table of a single batch size predicts no other.
-    if len(batches) < (3 if kind == "table" else 2):
-        sizes = "one batch size" if len(batches) == 1 else "two batch sizes"
+    if len(masks) < (3 if kind == "table" else 2):
+        sizes = "one batch size" if len(masks) == 1 else "two batch sizes"
         notes.append(f"{sizes} only: nothing to leave out, so there is no cross-validation")
-    else:
-        masks = {f"batch {batch:g}": rows.batch == batch for batch in batches}
-        held_out = _held_out(fit, rows, masks, notes).drop(columns=["rl_step", "worker"])
-    predicted = _with_prediction(held_out)
-    errors = predicted["predicted_s"] / predicted["measured_s"] - 1.0
-    evidence = _evidence("this table", rows, fitted, "batch", errors)
-    update = {"notes": (*fitted.costs.notes, *notes), "evidence": evidence}
-    sums = pd.DataFrame(columns=["rl_step", "worker", "measured_s", "predicted_s", "bias"])
-    return _fitted(kind, rows, fitted, update, sums, held_out)
+        masks = {}
+    return _fitted(kind, hardware, rows, masks, notes, engine="this table", recorded=False)[0]
 
 
 def _fitted(
-    kind: str, rows: Iterations, fitted: Fitted, update: dict[str, Any], sums: pd.DataFrame,
-    held_out: pd.DataFrame,
-) -> CostFit:  # fmt: skip
-    costs = fitted.costs.model_copy(update=update)
-    within = residuals(rows.regime, rows.batch, rows.seconds, fitted.predicted_s)
-    return CostFit(kind=kind, costs=costs, residuals=within, sums=sums, cross_validation=held_out_errors(held_out))
-
-
-def _with_prediction(held_out: pd.DataFrame) -> pd.DataFrame:
-    """Left-out rows that the rest of the data could predict."""
-    columns = ["rl_step", "worker", "measured_s", "predicted_s"]
-    return held_out.reindex(columns=columns).dropna(subset=["predicted_s"])
+    kind: str, hardware: Hardware | None, rows: Iterations, masks: Mapping[str, Flags], notes: list[str], *,
+    engine: str, recorded: bool,
+) -> tuple[CostFit, Floats]:  # fmt: skip
+    """The fit to these rows, each of `masks` left out in turn, and the rows' seconds by it; more `notes` are added."""
+    fit = fit_of(kind, hardware, recorded=recorded)
+    fitted = fit(rows)
+    held_out = _held_out(fit, rows, masks, notes)
+    known = held_out.dropna(subset=["predicted_s"])
+    if recorded:
+        fold, errors = "RL steps", worker_sums(known)["bias"]
+    else:
+        fold, errors = "batch", known["predicted_s"] / known["measured_s"] - 1.0
+        held_out = held_out.drop(columns=["rl_step", "worker"])
+    evidence = _evidence(engine, rows, fitted, fold, errors)
+    found = CostFit(
+        kind=kind,
+        costs=fitted.costs.model_copy(update={"notes": (*fitted.costs.notes, *notes), "evidence": evidence}),
+        residuals=residuals(rows.regime, rows.batch, rows.seconds, fitted.predicted_s),
+        sums=worker_sums(seconds_of(rows, fitted.predicted_s)[: None if recorded else 0]),
+        cross_validation=held_out_errors(held_out),
+    )
+    return found, fitted.predicted_s
 
 
 def _evidence(engine: str, rows: Iterations, fit: Fitted, fold: str, errors: pd.Series[float]) -> Evidence:
@@ -176,11 +168,10 @@ def _noise(table: pd.DataFrame, predicted: Floats) -> IterationNoise | None:
 def _held_out(fit: Fit, rows: Iterations, parts: Mapping[str, Flags], notes: list[str]) -> pd.DataFrame:
     """Rows for `held_out_errors`; NaN where the rest cannot predict a part, with the reason in `notes`."""
     folds = (Fold(name, rows.where(~out), rows.where(out)) for name, out in parts.items())
-    tables = []
+    tables = [seconds_of(rows, rows.seconds)[:0].assign(fold="")]
     for fold, predicted in cross_validated(lambda train: fit(train).costs.predict, folds):
         if isinstance(predicted, ConfigError):
             notes.append(f"{fold.name} left out: not predicted, {predicted}")
             predicted = np.full(len(fold.test), np.nan)
-        columns = {"rl_step": fold.test.rl_step, "worker": fold.test.worker, "measured_s": fold.test.seconds}
-        tables.append(pd.DataFrame(columns | {"fold": fold.name, "predicted_s": predicted}))
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+        tables.append(seconds_of(fold.test, predicted).assign(fold=fold.name))
+    return pd.concat(tables[1:] or tables, ignore_index=True)

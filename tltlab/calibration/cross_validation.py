@@ -93,7 +93,7 @@ def held_out_errors(rows: pd.DataFrame) -> pd.DataFrame:
         valid = part[part["predicted_s"].notna()]
         row = {"fold": name, "num": len(part), "mean_abs_relative_error": relative_errors(valid).mean()}
         if "worker" in rows:
-            sums = worker_sums(valid, valid["measured_s"].to_numpy(), valid["predicted_s"].to_numpy())
+            sums = worker_sums(valid)
             total = valid["predicted_s"].sum() / valid["measured_s"].sum() - 1.0 if len(valid) else np.nan
             size = sums["bias"].abs().mean()
             row |= {"num_sums": len(sums), "sums_mean_abs_relative_error": size, "sums_bias": total}

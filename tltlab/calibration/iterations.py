@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Floats
-from tltlab.costs.samples import Iterations, regimes
+from tltlab.costs.samples import Iterations
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.strategy import NO_SPECULATION
@@ -63,7 +63,6 @@ def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None, drafte
         draft_s=np.asarray(draft.fillna(0.0), np.float64),
         draft_known=(draft.notna() & following.notna()).to_numpy(),
         seconds=table["duration"].to_numpy(np.float64),
-        regime=regimes(prefill, spec),
         block=np.asarray(table.groupby(["rl_step", "worker"]).ngroup(), np.int64),
     )
 
@@ -105,7 +104,6 @@ def measured_rows(points: pd.DataFrame) -> Iterations:
         draft_s=np.zeros(len(points)),
         draft_known=unknown,
         seconds=seconds,
-        regime=regimes(prefill, (depth > 0) | (verify > 1)),
         block=np.arange(len(points)),
     )
 

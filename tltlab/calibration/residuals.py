@@ -35,16 +35,17 @@ def residuals(regime: Ints, batch: Floats, duration: Floats, predicted: Floats) 
     return pd.DataFrame(rows, columns=["regime", "num_iterations", "mean_abs_relative_error", "bias"])
 
 
-def worker_sums(table: pd.DataFrame, measured: Floats, predicted: Floats) -> pd.DataFrame:
-    """Measured and predicted seconds per RL step and worker: what a rollout time is made of."""
-    frame = table[["rl_step", "worker"]].assign(measured_s=measured, predicted_s=predicted)
-    sums = frame.groupby(["rl_step", "worker"], as_index=False).sum()
+def seconds_of(rows: Iterations, predicted_s: Floats) -> pd.DataFrame:
+    """RL step and worker of iterations with their measured and predicted seconds."""
+    keys = {"rl_step": rows.rl_step, "worker": rows.worker}
+    return pd.DataFrame(keys | {"measured_s": rows.seconds, "predicted_s": predicted_s})
+
+
+def worker_sums(seconds: pd.DataFrame) -> pd.DataFrame:
+    """Sums of `seconds_of` per RL step and worker: what a rollout time is made of."""
+    by = ["rl_step", "worker"]
+    sums = seconds.groupby(by, as_index=False)[["measured_s", "predicted_s"]].sum()
     return sums.assign(bias=sums["predicted_s"] / sums["measured_s"] - 1.0)
-
-
-def row_sums(rows: Iterations, predicted_s: Floats) -> pd.DataFrame:
-    """The `worker_sums` of iterations."""
-    return worker_sums(pd.DataFrame({"rl_step": rows.rl_step, "worker": rows.worker}), rows.seconds, predicted_s)
 
 
 def coverage(table: pd.DataFrame, steps: pd.DataFrame | None) -> list[str]:

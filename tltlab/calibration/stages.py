@@ -34,8 +34,9 @@ from tltlab.traces.trace import Trace
 from .cross_validation import Learner, Predictor, held_out_predictions, relative_errors
 
 Columns = Callable[[StepWorkload], dict[str, float]]
-"""Regressors of a stage, in the order in which its terms are tried."""
-
+"""What the terms of a stage multiply."""
+_TERMS = ("per_response_s", "per_token_s", "base_s", "per_pair_s")
+"""The order in which terms are tried. The number of updates is not recorded, and so in the base."""
 _HELD_OUT = ["measured_s", "predicted_s", "constant_s", "stage", "rl_step"]
 _STEPS_PER_TERM = 2
 """A run of few RL steps has its stages fitted with few terms: at least this many steps to each."""
@@ -79,20 +80,25 @@ def fit_stages(trace: Trace) -> StageFit:
     base. A stage with no known time is None in the costs. Raises TraceError where no stage is known at all.
     """
     works, measured = _workloads(trace)
-    columns = {"inference_s": _all_responses, "reward_s": _reward, "train_s": _all_responses, "sync_s": _no_tokens}
-    models = {
-        stage: _fit_stage(stage, works, measured, columns[stage]) for stage in STAGES if measured[stage].notna().any()
+    columns: dict[str, Columns] = {
+        "inference_s": InferenceCosts().columns,
+        # A base is not identified apart from the responses in a run with as many responses in each RL step.
+        "reward_s": lambda work: {"per_response_s": work.num_responses, "per_token_s": work.num_response_tokens},
+        "train_s": TrainCosts().columns,
+        "sync_s": lambda work: {"base_s": 1.0},
     }
+    known = [stage for stage in STAGES if measured[stage].notna().any()]
+    models = {stage: _fit_stage(stage, works, measured, columns[stage]) for stage in known}
     trains: Trained = "all"
     if "train_s" in models:
-        informative = _fit_stage("train_s", works, measured, _informative)
-        if informative.error < models["train_s"].error:
+        informative = _fit_stage("train_s", works, measured, TrainCosts(trains="informative").columns)
+        if relative_errors(informative[1]).mean() < relative_errors(models["train_s"][1]).mean():
             trains, models["train_s"] = "informative", informative
     if not models:
         raise TraceError(
             f"{trace.path or 'the trace'}: no stage of an RL step has a time in steps.parquet; a recorded run has"
         )
-    inference, reward, train, sync = (models[stage].terms if stage in models else None for stage in STAGES)
+    inference, reward, train, sync = (models[stage][0] if stage in models else None for stage in STAGES)
     costs = StageCosts(
         inference=None if inference is None else InferenceCosts(**inference),
         reward=None if reward is None else RewardCosts(when="after", **reward),
@@ -101,7 +107,7 @@ def fit_stages(trace: Trace) -> StageFit:
         provenance=f"fitted to {len(works)} RL steps of {trace.manifest.name or trace.path or 'a trace'}"
         + (f" on {trace.manifest.hardware}" if trace.manifest.hardware else ""),
     )
-    rows = pd.concat([fitted.held_out for fitted in models.values()], ignore_index=True)
+    rows = pd.concat([held_out for _, held_out in models.values()], ignore_index=True)
     return StageFit(costs=costs, residuals=_residuals(rows), held_out=rows)
 
 
@@ -171,23 +177,6 @@ def _workloads(trace: Trace) -> tuple[dict[int, StepWorkload], pd.DataFrame]:
     return {s: works[s] for s in common}, measured.loc[common]
 
 
-def _all_responses(work: StepWorkload) -> dict[str, float]:
-    return {"per_token_s": work.num_tokens, "base_s": 1.0, "per_pair_s": work.num_pairs}
-
-
-def _reward(work: StepWorkload) -> dict[str, float]:
-    # A base is not identified apart from the responses in a run with as many responses in each RL step.
-    return {"per_response_s": work.num_responses, "per_token_s": work.num_response_tokens}
-
-
-def _no_tokens(work: StepWorkload) -> dict[str, float]:
-    return {"base_s": 1.0}
-
-
-def _informative(work: StepWorkload) -> dict[str, float]:
-    return {"per_token_s": work.informative_tokens, "base_s": 1.0, "per_pair_s": work.informative_pairs}
-
-
 def fit_terms(choices: Sequence[Sequence[str]], rows: pd.DataFrame) -> tuple[dict[str, float], pd.Series[float]]:
     """Multiples of columns that make up `measured_s`, as many as the RL steps bear and need, and left-out predictions.
 
@@ -225,27 +214,19 @@ def _fitted(terms: Sequence[str], rows: pd.DataFrame) -> dict[str, float]:
     return fit({name: rows[name].to_numpy() for name in terms}, rows["measured_s"].to_numpy())
 
 
-@frozen
-class _Stage:
-    terms: dict[str, float]
-    held_out: pd.DataFrame
-
-    @property
-    def error(self) -> float:
-        return float(relative_errors(self.held_out).mean())
-
-
-def _fit_stage(stage: str, works: dict[int, StepWorkload], measured: pd.DataFrame, columns: Columns) -> _Stage:
-    """The stage with as many terms as pay."""
+def _fit_stage(
+    stage: str, works: Mapping[int, StepWorkload], measured: pd.DataFrame, columns: Columns
+) -> tuple[dict[str, float], pd.DataFrame]:
+    """Terms of a stage, as many as pay, and its rows of `StageFit.held_out`."""
     seconds = measured[stage].dropna()
     table = pd.DataFrame([columns(works[s]) for s in seconds.index], dtype=np.float64)
-    terms = [str(name) for name in table]
+    terms = [name for name in _TERMS if name in table]
     rows = table.assign(stage=stage, rl_step=seconds.index, measured_s=seconds.to_numpy(np.float64))
     affordable = min(max(1, len(rows) // _STEPS_PER_TERM), len(terms))
     sizes = sorted({min(affordable, _ALWAYS), affordable})
     found, held_out = fit_terms([terms[:size] for size in sizes], rows)
     rows["constant_s"] = held_out_predictions(constant, rows, "rl_step")
-    return _Stage(terms=found, held_out=rows.assign(predicted_s=held_out)[_HELD_OUT])
+    return found, rows.assign(predicted_s=held_out)[_HELD_OUT]
 
 
 def _residuals(held_out: pd.DataFrame) -> pd.DataFrame:

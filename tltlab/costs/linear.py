@@ -13,7 +13,7 @@ from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from .base import CostModel, IterationCost, Seconds, padded
-from .samples import NUM_BANDS, Fitted, Iterations, band, non_negative, robust_fit
+from .samples import Fitted, Iterations, band, non_negative, robust_fit
 
 FAR_TOKENS = 128
 """Tokens of an iteration from which on `LinearCosts.far_token_s` counts: on CPU cores and GPUs of today the time per
@@ -150,7 +150,7 @@ def _recorded(rows: Iterations, notes: list[str]) -> dict[str, Any]:
     # Comparing RL steps would also measure how the machine's speed drifts; the drafter's own clock does not.
     if idle_seen and (~rows.loaded & plain).any() and not _idle(rows).any():
         columns["sd_idle_s"] = (rows.loaded & plain).astype(np.float64)
-    verify = robust_fit(columns, rows.seconds - rows.draft_s, rows.regime * NUM_BANDS + band(rows.batch), rows.block)
+    verify = robust_fit(columns, rows.seconds - rows.draft_s, rows.group, rows.block)
     terms = dict(verify.coefficients)
     if abs(verify.level - 1.0) > 0.02:
         notes.append(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 
-from tltlab.config import dotted, faults_in, validated
+from tltlab.config import Place, dotted, validated
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.own import OwnPart
@@ -25,14 +23,17 @@ from .table import TableCosts
 _COSTS: TypeAdapter[LinearCosts | RooflineCosts | TableCosts | ScaledCosts] = TypeAdapter(
     Annotated[LinearCosts | RooflineCosts | TableCosts | ScaledCosts, Field(discriminator="kind")]
 )
-_STAGES: TypeAdapter[StageCosts | RooflineStages] = TypeAdapter(
-    Annotated[StageCosts | RooflineStages, Field(discriminator="kind")]
+_STAGES: TypeAdapter[Any] = TypeAdapter(
+    Annotated[
+        Annotated[StageCosts | RooflineStages, Field(discriminator="kind")],
+        AfterValidator(lambda costs: costs.build() if isinstance(costs, RooflineStages) else costs),
+    ]
 )
 
 
 def presets() -> list[str]:
     """Names of the cost models that ship with the package."""
-    return _shipped("presets")
+    return list(_shipped("presets"))
 
 
 class OwnCosts(OwnPart):
@@ -60,10 +61,7 @@ def load_costs(source: CostModel | type[CostModel] | dict[str, Any] | str | Path
         return own
     assert not isinstance(source, CostModel | type)
     origin, value = _read(source, "presets", "costs", "cost model")
-    if not isinstance(value, dict):
-        raise ConfigError(f"{origin}: a cost model is an object with 'kind' and terms, not {type(value).__name__}")
-    # The first part of a place is the kind.
-    return validated(_COSTS, {"kind": "linear"} | value, origin, lambda place: dotted(place[1:]))
+    return validated(_COSTS, value, origin, _without_kind)
 
 
 def load_stages(source: StageCosts | dict[str, Any] | str | Path) -> StageCosts:
@@ -75,31 +73,34 @@ def load_stages(source: StageCosts | dict[str, Any] | str | Path) -> StageCosts:
     if isinstance(source, StageCosts):
         return source
     origin, value = _read(source, "stage_presets", "stages", "stage costs")
+    costs: StageCosts = validated(_STAGES, value, origin, _without_kind)
+    return costs
+
+
+def _without_kind(place: Place) -> str:
+    return dotted(place[1:])
+
+
+def _shipped(folder: str) -> dict[str, Path]:
+    """Files of a folder of this package by name."""
+    paths = (Path(__file__).parent / folder).iterdir()
+    return {path.stem: path for path in sorted(paths, key=lambda path: path.stem)}
+
+
+def _read(source: dict[str, Any] | str | Path, folder: str, name: str, kind: str) -> tuple[str, dict[str, Any]]:
+    """Name of a source in error messages, and its value, linear where that does not say."""
+    value: Any = source
+    if isinstance(source, str | Path):
+        name, shipped = str(source), _shipped(folder)
+        path = shipped.get(name, Path(source))
+        if not path.exists():
+            engines = ", ".join(profiles().engines)
+            others = f", ENGINE:GPUS:MODEL with one of {engines}, or module:Class" if folder == "presets" else ""
+            names = ", ".join(shipped)
+            raise ConfigError(f"no {kind} at {source}: give a JSON file or one of the presets {names}{others}")
+        value = read_json(path)
     if not isinstance(value, dict):
-        raise ConfigError(f"{origin}: stage costs are an object with the stages' terms, not {type(value).__name__}")
-    with faults_in(origin):
-        try:
-            costs = _STAGES.validate_python({"kind": "linear"} | value)
-            return costs.build() if isinstance(costs, RooflineStages) else costs
-        except ConfigError as error:
-            raise ConfigError(f"{origin}: {error}") from error
-
-
-def _shipped(folder: str) -> list[str]:
-    return sorted(f.name.removesuffix(".json") for f in (files("tltlab.costs") / folder).iterdir())
-
-
-def _read(source: dict[str, Any] | str | Path, folder: str, name: str, kind: str) -> tuple[str, Any]:
-    """Name of a source in error messages, and its value."""
-    if isinstance(source, dict):
-        return name, source
-    if isinstance(source, str) and source in _shipped(folder):
-        return source, json.loads((files("tltlab.costs") / folder / f"{source}.json").read_text())
-    if not isinstance(source, str | Path):
-        return name, source
-    if not Path(source).exists():
-        names = ", ".join(_shipped(folder))
-        engines = ", ".join(profiles().engines)
-        others = f", ENGINE:GPUS:MODEL with one of {engines}, or module:Class" if folder == "presets" else ""
-        raise ConfigError(f"no {kind} at {source}: give a JSON file or one of the presets {names}{others}")
-    return str(source), read_json(Path(source))
+        raise ConfigError(
+            f"{name} holds no {kind}: expected an object with 'kind' and terms, not {type(value).__name__}"
+        )
+    return name, {"kind": "linear"} | value

@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Mapping
 from functools import cache, partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -378,7 +377,8 @@ def _own(own: Bound, every: Bound, left_out: Bound) -> Bound:
 @cache
 def profiles() -> Profiles:
     """The fit that ships with the package."""
-    return Profiles.model_validate_json((files("tltlab.costs") / "profiles.json").read_text())
+    with faults_in("profiles.json"):
+        return Profiles.model_validate(read_json(Path(__file__).with_name("profiles.json")))
 
 
 def nearest_engine(gpu: str, model: str, weights: Dtype) -> str:

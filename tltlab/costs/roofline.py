@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Annotated, Literal, Protocol, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
@@ -369,19 +369,6 @@ class RooflineIteration(IterationCost):
         return self.passes * float(pass_s)
 
 
-class Measurements(Protocol):
-    """Measured times to which constants are fitted."""
-
-    @property
-    def ranges(self) -> Mapping[str, tuple[float, float, float]]:
-        """Typical value, least and most of each constant that these measurements can identify."""
-
-    @property
-    def measured(self) -> Floats: ...
-
-    def predict(self, values: Mapping[str, float]) -> Floats: ...
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RooflineRows:
     """Iterations as the roofline sees them: tokens to verify and context per request, in `measured` seconds."""
@@ -419,6 +406,7 @@ class RooflineRows:
 
     @property
     def ranges(self) -> Mapping[str, tuple[float, float, float]]:
+        """Typical value, least and most of each constant that these measurements can identify."""
         unknown = () if (self.levels > 0).any() else _DRAFTING
         if not (self.depth > 0).any():
             unknown = (*unknown, "sd_base_s")
@@ -492,7 +480,7 @@ def fit(rows: Iterations, hardware: Hardware, *, recorded: bool) -> Fitted:
     return Fitted(costs=costs, predicted_s=costs.predict(rows), open=uncertainty(sample, values))
 
 
-def fit_constants(rows: Measurements, start: Mapping[str, float] | None = None) -> dict[str, float]:
+def fit_constants(rows: RooflineRows, start: Mapping[str, float] | None = None) -> dict[str, float]:
     """All constants that the measurements can identify.
 
     Relative errors, softened beyond 10 %; a weak pull (a factor e off weighs as much as an error of 0.3 % of one row)
@@ -513,7 +501,7 @@ def fit_constants(rows: Measurements, start: Mapping[str, float] | None = None) 
     return dict(zip(names, np.exp(np.clip(solution.x, least, most)), strict=True))
 
 
-def notes_of(rows: Measurements, values: Mapping[str, float]) -> list[str]:
+def notes_of(rows: RooflineRows, values: Mapping[str, float]) -> list[str]:
     """Which constants the measurements leave open, and which lie at the end of their range."""
     names, best = list(values), np.log(list(values.values()))
     spread = np.linalg.inv(_precision(_slopes(rows, values)))
@@ -526,7 +514,7 @@ def notes_of(rows: Measurements, values: Mapping[str, float]) -> list[str]:
 
 
 def uncertainty(
-    rows: Measurements, values: Mapping[str, float], target: tuple[Measurements, Mapping[str, float]] | None = None
+    rows: RooflineRows, values: Mapping[str, float], target: tuple[RooflineRows, Mapping[str, float]] | None = None
 ) -> Floats:
     """Standard deviation of each prediction that the number of rows leaves, relative, by Laplace.
 
@@ -553,7 +541,7 @@ def _precision(slopes: Floats) -> Floats:
     return np.asarray(slopes.T @ slopes + _PRIOR_WEIGHT**2 * np.eye(slopes.shape[1]), np.float64)
 
 
-def _slopes(rows: Measurements, values: Mapping[str, float]) -> Floats:
+def _slopes(rows: RooflineRows, values: Mapping[str, float]) -> Floats:
     """Derivatives of the logarithms of predictions by the logarithms of constants."""
     names, best = list(values), np.log(list(values.values()))
 

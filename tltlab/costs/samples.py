@@ -70,7 +70,6 @@ class Iterations:
     draft_s: Floats
     draft_known: Flags
     seconds: Floats
-    regime: Ints
     block: Ints
 
     def __len__(self) -> int:
@@ -80,6 +79,16 @@ class Iterations:
     def spec(self) -> Flags:
         """Rows that verified a draft."""
         return self.depth > 0
+
+    @property
+    def regime(self) -> Ints:
+        """Index into REGIMES of each row."""
+        return regimes(self.prefill, self.spec | (self.tokens_to_verify > 1))
+
+    @property
+    def group(self) -> Ints:
+        """Number of the regime and batch band, among whose rows outliers are sought."""
+        return self.regime * NUM_BANDS + band(self.batch)
 
     def where(self, mask: Flags | Ints) -> Iterations:
         """Return the selected rows."""
@@ -167,16 +176,13 @@ def identified(columns: dict[str, Floats]) -> list[str]:
     ['one', 'batch']
     """
     names: list[str] = []
-    basis: list[Floats] = []
+    units: list[Floats] = []
     for name, column in columns.items():
-        norm = float(np.linalg.norm(column))
-        residual = column / norm if norm > 0 else column
-        for _ in range(2):  # Gram-Schmidt once more: rounding of the first pass would pass for a new direction.
-            for direction in basis:
-                residual = residual - (residual @ direction) * direction
-        if norm > 0 and float(np.linalg.norm(residual)) > 1e-3:
-            names.append(name)
-            basis.append(residual / np.linalg.norm(residual))
+        if norm := float(np.linalg.norm(column)):
+            new = [*units, column / norm]
+            # The last entry of R is what of the column lies outside the span of those before it.
+            if abs(np.asarray(np.linalg.qr(np.column_stack(new), mode="r"))[-1, -1]) > 1e-3:
+                names, units = [*names, name], new
     return names
 
 

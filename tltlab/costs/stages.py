@@ -117,8 +117,12 @@ class InferenceCosts(FrozenModel):
     per_token_s: Seconds = 0.0
     per_pair_s: Seconds = 0.0
 
+    def columns(self, work: StepWorkload) -> dict[str, float]:
+        """What the terms multiply."""
+        return {"base_s": 1.0, "per_token_s": work.num_tokens, "per_pair_s": work.num_pairs}
+
     def seconds(self, work: StepWorkload) -> float:
-        return self.base_s + self.per_token_s * work.num_tokens + self.per_pair_s * work.num_pairs
+        return sum(float(getattr(self, name)) * value for name, value in self.columns(work).items())
 
 
 class RewardCosts(FrozenModel):
@@ -147,21 +151,17 @@ class RewardCosts(FrozenModel):
         return np.asarray(self.per_response_s + self.per_token_s * response_tokens, np.float64)
 
 
-class TrainCosts(FrozenModel):
+class TrainCosts(InferenceCosts):
     """Forward, backward and optimizer. `trains`: all responses, or those of groups whose rewards differ."""
 
-    base_s: Seconds = 0.0
-    per_token_s: Seconds = 0.0
-    per_pair_s: Seconds = 0.0
     per_update_s: Seconds = 0.0
     trains: Trained = "all"
 
-    def seconds(self, work: StepWorkload) -> float:
-        every = self.trains == "all"
-        tokens = work.num_tokens if every else work.informative_tokens
-        pairs = work.num_pairs if every else work.informative_pairs
-        fixed_s = self.base_s + self.per_update_s * work.num_updates
-        return fixed_s + self.per_token_s * tokens + self.per_pair_s * pairs
+    def columns(self, work: StepWorkload) -> dict[str, float]:
+        columns = {"base_s": 1.0, "per_update_s": work.num_updates}
+        if self.trains == "all":
+            return columns | {"per_token_s": work.num_tokens, "per_pair_s": work.num_pairs}
+        return columns | {"per_token_s": work.informative_tokens, "per_pair_s": work.informative_pairs}
 
 
 class SyncCosts(FrozenModel):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal
@@ -27,7 +28,7 @@ from tltlab.strategy import Strategy
 from .base import CalibratedRange, CostModel, IterationCost, Seconds, padded
 from .linear import LEVELS, measured_drafting
 from .roofline import Hardware, rounded_max
-from .samples import NUM_BANDS, Fitted, Iterations, band, non_negative, robust_fit
+from .samples import Fitted, Iterations, band, non_negative, robust_fit
 
 LEAST_S = 1e-9
 DIP = 0.05
@@ -309,11 +310,10 @@ def _recorded(rows: Iterations) -> TableCosts:
     forward_at, batch_at = _knots(rows.verified), _knots(rows.batch)
     # One slope for all batches: on recorded traces a slope for each predicts other RL steps worse.
     columns = forward_columns(rows.verified, forward_at) | {"per_context_s": rows.context}
-    columns |= fixed_columns(rows.batch, batch_at)
+    columns |= _ramps("fixed", rows.batch, batch_at)
     columns |= {"sd_base_s": rows.spec.astype(np.float64), "prefill_per_token_s": rows.prefill}
     # An iteration that prefills is of no other regime, speculative or not.
-    groups = rows.regime * NUM_BANDS + band(rows.batch)
-    coefficients = robust_fit(columns, rows.seconds - rows.draft_s, groups, rows.block).coefficients
+    coefficients = robust_fit(columns, rows.seconds - rows.draft_s, rows.group, rows.block).coefficients
     terms: dict[str, float | None] = {"prefill_per_token_s": coefficients["prefill_per_token_s"]}
     notes = []
     if coefficients["prefill_per_token_s"] is None:
@@ -329,13 +329,8 @@ def _recorded(rows: Iterations) -> TableCosts:
             notes.append("what a loaded drafter costs in plain decoding was not recorded apart: sd_idle_s is written 0")
     else:
         notes.append("nothing was speculated: the drafting terms are null")
-    knots = {
-        "forward": forward_knots(coefficients, forward_at),
-        "attention": attention_knots(coefficients, batch_at, coefficients["per_context_s"] or 0.0),
-        "calibrated": rows.covered,
-        "notes": tuple(notes),
-    }
-    return TableCosts.model_validate(knots | terms)
+    slopes = np.full_like(batch_at, coefficients["per_context_s"] or 0.0)
+    return _made(coefficients, forward_at, batch_at, slopes, rows, notes, terms)
 
 
 def _measured(rows: Iterations, hardware: Hardware | None) -> TableCosts:
@@ -358,7 +353,7 @@ def _decoding(rows: Iterations, hardware: Hardware | None) -> TableCosts:
         raise ConfigError("measured iterations have one context_tokens per batch: measure each at two or more")
     forward_at, batch_at = np.unique(rows.verified), np.unique(rows.batch)
     columns = forward_columns(rows.verified, forward_at) | context_columns(rows.batch, rows.context, batch_at)
-    columns |= fixed_columns(rows.batch, batch_at)
+    columns |= _ramps("fixed", rows.batch, batch_at)
     notes: list[str] = []
     drafts = bool(rows.spec.any())
     if drafts:
@@ -369,14 +364,8 @@ def _decoding(rows: Iterations, hardware: Hardware | None) -> TableCosts:
     bends = forward_bends(rows.verified, rows.seconds, forward_at) if drafts else []
     coefficients = non_negative(columns, rows.seconds, small=bends)
     terms = measured_drafting(coefficients, notes) if drafts else {}
-    knots: dict[str, Any] = {
-        "forward": forward_knots(coefficients, forward_at),
-        "attention": attention_knots(coefficients, batch_at),
-        "roofline": hardware,
-        "calibrated": rows.covered,
-        "notes": tuple(notes),
-    }
-    return TableCosts.model_validate(knots | terms)
+    slopes = _values_at(coefficients, "context", np.concatenate([[0.0], batch_at]))[1:] / batch_at
+    return _made(coefficients, forward_at, batch_at, slopes, rows, notes, {**terms, "roofline": hardware})
 
 
 def _drafting_terms(rows: Iterations) -> dict[str, float | None]:
@@ -403,11 +392,6 @@ def forward_columns(tokens: Floats, knots: Floats) -> dict[str, Floats]:
     return {"forward": np.ones_like(tokens)} | _ramps("forward", tokens, knots)
 
 
-def fixed_columns(batch: Floats, knots: Floats) -> dict[str, Floats]:
-    """Seconds that grow with the requests, from nothing at the first knot."""
-    return _ramps("fixed", batch, knots)
-
-
 def context_columns(batch: Floats, context: Floats, knots: Floats) -> dict[str, Floats]:
     """Seconds per token of context in every request, growing with the requests; `context` is the sum over these."""
     ramps = _ramps("context", batch, np.concatenate([[0.0], knots]))
@@ -427,23 +411,22 @@ def forward_bends(tokens: Floats, seconds: Floats, knots: Floats) -> list[dict[s
     return bends
 
 
-def forward_knots(coefficients: dict[str, float | None], at: Floats) -> tuple[TokenKnot, ...]:
-    """The fitted curve of `forward_columns`."""
-    seconds = np.maximum(_values_at(coefficients, "forward", at), LEAST_S)
-    return tuple(TokenKnot(tokens=float(m), seconds=float(s)) for m, s in zip(at, seconds, strict=True))
-
-
-def attention_knots(
-    coefficients: dict[str, float | None], at: Floats, per_context_s: float | None = None
-) -> tuple[AttentionKnot, ...]:
-    """The fitted curves of `fixed_columns` and `context_columns`, or one slope for all batches in place of these."""
-    fixed = _values_at(coefficients, "fixed", at)
-    slopes = _values_at(coefficients, "context", np.concatenate([[0.0], at]))[1:] / at
-    if per_context_s is not None:
-        slopes = np.full_like(at, per_context_s)
-    return tuple(
-        AttentionKnot(batch=int(b), fixed_s=float(f), per_context_s=float(s))
-        for b, f, s in zip(at, fixed, slopes, strict=True)
+def _made(
+    coefficients: dict[str, float | None], forward_at: Floats, batch_at: Floats, slopes: Floats, rows: Iterations,
+    notes: list[str], terms: Mapping[str, Any],
+) -> TableCosts:  # fmt: skip
+    """The table of fitted curves, with seconds per token of context at the knots of attention."""
+    seconds = np.maximum(_values_at(coefficients, "forward", forward_at), LEAST_S)
+    fixed = _values_at(coefficients, "fixed", batch_at)
+    return TableCosts(
+        forward=tuple(TokenKnot(tokens=float(m), seconds=float(s)) for m, s in zip(forward_at, seconds, strict=True)),
+        attention=tuple(
+            AttentionKnot(batch=int(b), fixed_s=float(f), per_context_s=float(s))
+            for b, f, s in zip(batch_at, fixed, slopes, strict=True)
+        ),
+        calibrated=rows.covered,
+        notes=tuple(notes),
+        **terms,
     )
 
 

@@ -72,7 +72,8 @@ def recorded_drafts(trace: Trace) -> tuple[pd.DataFrame, list[str]]:
     for (rl_step, worker), rows in periods:
         requests = ordered[(ordered["rl_step"] == rl_step) & (ordered["worker"] == worker)]
         part = _drafts_of(requests.reset_index(drop=True), rows.sort_values("iteration"), finishes)
-        parts += [] if part is None else [part]
+        # Columns of an empty table are objects, and would make objects of the others.
+        parts += [] if part is None or part.empty else [part]
         skipped += part is None
     notes = [f"{skipped} of {len(periods)} workers' RL steps left out: batches do not follow from lengths"]
     drafts = pd.concat(parts, ignore_index=True) if parts else _no_drafts()

@@ -157,14 +157,19 @@ def drawn(model, num_requests: int, num_drafts: int, seed: int = 0, depth: int =
     return pd.concat(rows, ignore_index=True)
 
 
+def fitted(drafts: pd.DataFrame) -> SiblingAcceptance:
+    names = ("num_siblings", "generated_tokens", "reach", "accepted")
+    return fit_siblings("ngram", **{name: drafts[name].to_numpy() for name in names})
+
+
 def test_fit_finds_siblings_that_made_drafts():
     truth = SiblingAcceptance(alone=0.25, most=0.8, exponent=0.8)
-    fitted = fit_siblings(drawn(truth, 300, 40), "ngram")
+    model = fitted(drawn(truth, 300, 40))
     for n in (0.0, 1.0, 3.0, 7.0):
-        found, true = (model.alpha(np.array([n]), np.zeros(1)) for model in (fitted, truth))
+        found, true = (one.alpha(np.array([n]), np.zeros(1)) for one in (model, truth))
         assert found == pytest.approx(true, abs=0.04)
 
 
 def test_fits_refuse_too_little():
     with refused(ConfigError, naming=("10", "32")):
-        fit_siblings(drawn(SPREAD, 4, 20).head(10), "ngram")
+        fitted(drawn(SPREAD, 4, 20).head(10))

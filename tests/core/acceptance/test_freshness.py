@@ -184,10 +184,10 @@ def test_easy_rl_steps_are_not_taken_for_training():
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 200), st.floats(0.1, 10)), min_size=1, max_size=6))
 def test_one_state_stands_for_several_of_its_level(states: list[tuple[int, int, float]]):
-    age, updates, weight = (pd.Series(column, dtype=float) for column in zip(*states, strict=True))
+    age, updates, weight = np.array(states, float).T
     fresh = Freshness(untrained=0.5, updates_to_train=50.0, floor=0.5, age_steps=1e6)
     found = measured_state(fresh, age, updates, weight)
-    mean = float((fresh.levels(age.to_numpy(), updates.to_numpy()) * weight).sum() / weight.sum())
+    mean = float((fresh.levels(age, updates) * weight).sum() / weight.sum())
     assert fresh.level(found.age, found.updates) == pytest.approx(mean, abs=1e-4)
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from tltlab.acceptance.base import RequestArrays
-from tltlab.acceptance.context import ContextAcceptance, fit_trained_length
+from tltlab.acceptance.context import ContextAcceptance, TrainedLength, fit_trained_length
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import MeasuredAcceptance
 from tltlab.calibration.acceptance import fit_kind
@@ -40,15 +40,20 @@ def drafts_of(text: str, *, spread: float = 0.0, num: int = 40, longest: int = 1
     return pd.concat(parts, ignore_index=True)
 
 
-def prompts_of(drafts: pd.DataFrame) -> dict[tuple[object, ...], int]:
-    return dict.fromkeys(drafts[list(KEY)].itertuples(index=False, name=None), 100)
+def fitted(drafts: pd.DataFrame) -> TrainedLength | None:
+    return fit_trained_length(
+        response=drafts.groupby(list(KEY)).ngroup().to_numpy(),
+        context_tokens=100.0 + drafts["generated_tokens"].to_numpy(),
+        reach=drafts["reach"].to_numpy(),
+        accepted=drafts["accepted"].to_numpy(),
+    )
 
 
 @pytest.mark.parametrize("trained", [700, 2000, 5000])
 @pytest.mark.parametrize("spread", [0.0, 0.1])
 def test_the_trained_length_of_drafts_is_found(trained: int, spread: float):
     drafts = drafts_of(f"0.8/0.5/0.3/0.2@{trained}", spread=spread)
-    found = fit_trained_length(drafts, prompts_of(drafts))
+    found = fitted(drafts)
     assert found is not None
     assert found.trained_tokens == pytest.approx(trained, rel=0.15)
     assert found.low <= found.trained_tokens <= found.high
@@ -62,12 +67,12 @@ def test_the_trained_length_of_drafts_is_found(trained: int, spread: float):
 def test_no_length_is_found_where_nothing_falls(text: str, spread: float):
     for seed in range(3):
         drafts = drafts_of(text, spread=spread, seed=seed)
-        assert fit_trained_length(drafts, prompts_of(drafts)) is None
+        assert fitted(drafts) is None
 
 
 def test_a_few_responses_tell_nothing():
     drafts = drafts_of("0.8@700", num=5)
-    assert fit_trained_length(drafts, prompts_of(drafts)) is None
+    assert fitted(drafts) is None
 
 
 def recorded(acceptance: str, drafter: str = "learned") -> Trace:

@@ -356,6 +356,13 @@ def test_acceptance_of_a_recording_is_found(run: Trace):
     assert found.model.alpha(np.array([3.0]), np.zeros(1)) == pytest.approx(truth.alpha(3.0, 0.0), abs=0.05)
 
 
+def test_workers_without_drafts_are_no_obstacle():
+    trace = recording(LINEAR, rl_steps=2)
+    plain = trace.iterations["rl_step"] == 1
+    table = trace.iterations.assign(draft_depth=trace.iterations["draft_depth"].where(~plain, 0))
+    assert fit_kind(trace.replace(iterations=table), "siblings").model.drafters == ("learned",)
+
+
 def test_acceptance_parquet_alone_suffices(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     annotated().write(tmp_path / "trace")
     with refused(ConfigError, naming=("--out",)):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.core.costs.models import CHAIN, SHAPED, TABLE
 from tests.core.costs.models import TABLED as COSTS
 from tltlab.calibration.iterations import iterations_of, recorded_rows
-from tltlab.calibration.residuals import row_sums
+from tltlab.calibration.residuals import seconds_of, worker_sums
 from tltlab.costs import linear, table
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
@@ -146,7 +146,7 @@ def test_a_trace_of_known_times_gives_them_back():
         assert found.iteration(CHAIN).draft_s(batch) <= truth.iteration(CHAIN).draft_s(batch) + 1e-3
     assert found.prefill_s(1.0) == pytest.approx(1e-5, rel=0.1)
     rows = recorded_rows(trace.iterations)
-    sums = row_sums(rows, found.predict(rows))
+    sums = worker_sums(seconds_of(rows, found.predict(rows)))
     assert len(sums) == 2
     assert sums["bias"].abs().max() < 0.01
 
@@ -168,7 +168,7 @@ def test_a_table_predicts_rollouts_as_well_as_lines():
     halves = [recorded_rows(iterations_of(trace.select(trace.rl_steps[first::2])), trace.steps) for first in (0, 1)]
     for fit_on, others in (halves, halves[::-1]):
         for name, kind in (("table", table), ("linear", linear)):
-            sums = row_sums(others, CostModel.predict(kind.fit(fit_on, recorded=True).costs, others))
+            sums = worker_sums(seconds_of(others, CostModel.predict(kind.fit(fit_on, recorded=True).costs, others)))
             errors[name] += sums["bias"].abs().tolist()
     assert np.mean(errors["table"]) < 1.05 * np.mean(errors["linear"])
 
