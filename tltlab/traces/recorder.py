@@ -204,8 +204,7 @@ class Recorder:
     def _files(self, contents: Contents, lost: Sequence[str] = ()) -> Iterable[tuple[str, str, StoredTable]]:
         """The sound files of tables: place, table and rows."""
         for name in TABLES:
-            for file in contents.files_of(self.path, name):
-                place = file.relative_to(self.path).as_posix()
+            for place, file in contents.files_of(self.path, name).items():
                 if place not in lost:
                     yield place, name, StoredTable.open(name, [file], sound=place in (contents.parts or {}))
 

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -76,8 +77,8 @@ class TraceTable(ABC):
         """The rows of some RL steps, sorted (stably) by RL step (None: all)."""
 
     @abstractmethod
-    def part(self, rl_steps: Sequence[int]) -> TablePart:
-        """The conformed rows of some RL steps, in the order in which they were written."""
+    def part(self, rl_steps: Sequence[int] | None) -> TablePart:
+        """The conformed rows of some RL steps (None: all), in the order in which they were written."""
 
     @abstractmethod
     def select(self, rl_steps: Sequence[int]) -> Self: ...
@@ -106,7 +107,7 @@ class MemoryTable(TraceTable):
         bounds = [(self._bounds[run[0]], self._bounds[run[-1] + 1]) for run in runs]
         return pa.concat_tables([self._table[:0], *(self._table[start:end] for start, end in bounds)])
 
-    def part(self, rl_steps: Sequence[int]) -> TablePart:
+    def part(self, rl_steps: Sequence[int] | None) -> TablePart:
         return TablePart.of(self.name, self.load(rl_steps), self.name)
 
     def select(self, rl_steps: Sequence[int]) -> MemoryTable:
@@ -158,12 +159,9 @@ class StoredTable(TraceTable):
         return StoredTable(self.name, self._files, index, self.row_bytes)
 
     def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
-        return MemoryTable(self.name, self._part(rl_steps).table).load(None)
+        return MemoryTable(self.name, self.part(rl_steps).table).load(None)
 
-    def part(self, rl_steps: Sequence[int]) -> TablePart:
-        return self._part(rl_steps)
-
-    def _part(self, rl_steps: Sequence[int] | None) -> TablePart:
+    def part(self, rl_steps: Sequence[int] | None) -> TablePart:
         index = self._index if rl_steps is None else self._index[np.isin(self._index[:, 2], rl_steps)]
         parts = [self._rows(self._files[number], index[index[:, 0] == number]) for number in np.unique(index[:, 0])]
         return TablePart.joined(self.name, parts)
@@ -274,7 +272,7 @@ class ReadTable(TraceTable):
     def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
         return self._memory().load(self._matching(rl_steps))
 
-    def part(self, rl_steps: Sequence[int]) -> TablePart:
+    def part(self, rl_steps: Sequence[int] | None) -> TablePart:
         return self._memory().part(self._matching(rl_steps))
 
     def select(self, rl_steps: Sequence[int]) -> ReadTable:
@@ -283,9 +281,9 @@ class ReadTable(TraceTable):
 
 def damaged(folder: Path, contents: Contents) -> list[str]:
     """The parts of a trace that are there and not what was written; in a folder `NAME/` also those that are gone."""
-    there = [file for name in TABLES for file in contents.files_of(folder, name)]
-    places = {file.relative_to(folder).as_posix(): file for file in there}
-    return [place for place, file in places.items() if not _is_written(file, (contents.parts or {}).get(place))]
+    sums = contents.parts or {}
+    files = chain.from_iterable(contents.files_of(folder, name).items() for name in TABLES)
+    return [place for place, file in files if not _is_written(file, sums.get(place))]
 
 
 def _is_written(file: Path, sha256: str | None) -> bool:
@@ -307,8 +305,7 @@ def refuse_damaged(folder: Path, contents: Contents) -> None:
 def has_checksums(folder: Path) -> bool:
     """Return True if every file of a table has a checksum. Raises TraceError."""
     contents = Contents.read(folder)
-    there = {file.relative_to(folder).as_posix() for name in TABLES for file in contents.files_of(folder, name)}
-    return there <= set(contents.parts or ())
+    return all(contents.files_of(folder, name).keys() <= set(contents.parts or ()) for name in TABLES)
 
 
 class TableWriter:
