@@ -438,7 +438,8 @@ def frame_to_arrow(name: str, frame: pd.DataFrame) -> pa.Table:
 
 def carry_over(old: Path, new: Path) -> None:
     """Copy what is in an old trace folder and not of the format, such as a LICENSE or costs.json."""
-    of_format = {MANIFEST_FILE, LOCK, *TABLES, *(f"{name}.parquet" for name in TABLES)}
+    half_written = Path(MANIFEST_FILE).with_suffix(".tmp").name
+    of_format = {MANIFEST_FILE, half_written, LOCK, *TABLES, *(f"{name}.parquet" for name in TABLES)}
     for item in sorted(old.iterdir()) if old.is_dir() else ():
         if item.name not in of_format:
             if item.is_dir() and not item.is_symlink():
