@@ -334,26 +334,14 @@ class Hashing:
 
 
 def replace_durably(path: Path, data: bytes | memoryview) -> None:
-    """As `replaced_durably`, for what is there in one piece."""
-    with replaced_durably(path) as file:
-        file.write(data)
+    """Write a file in one move and wait until it is on the disk. Raises OSError.
 
-
-@contextmanager
-def replaced_durably(path: Path, name: Callable[[str], str] | None = None) -> Iterator[Hashing]:
-    """Write a file in one move and wait until it is on the disk: within, the file to write to. Raises OSError.
-
-    The new file is written as `path` with the ending `.tmp`, which a kill may leave behind. `name` makes of the SHA-256
-    of what was written the file's name, in place of `path`'s.
+    It is written as `path` with the ending `.tmp`, which a kill may leave behind.
     """
     new = path.with_suffix(".tmp")
     try:
-        with open(new, "wb") as file:
-            hashing = Hashing(file)
-            yield hashing
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path if name is None else path.with_name(name(hashing.hexdigest())))
+        write_durably(new, data)
+        os.replace(new, path)
         fsync_folder(path.parent)
     except BaseException:
         new.unlink(missing_ok=True)

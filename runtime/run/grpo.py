@@ -262,7 +262,7 @@ class GrpoRun:
     """A run folder, its actors, and one method per task: `step`, `evaluate`, `checkpoint`, `trace`, `save`.
 
     Use it as a context manager: leaving it closes engines and the Ray it started. The trace grows in `out/trace` by one
-    durable chunk per RL step, so a killed run keeps every finished step. With `resume` it continues from the newest
+    durable flush per RL step, so a killed run keeps every finished step. With `resume` it continues from the newest
     complete checkpoint below `out`, or from the start where there is none; later steps are repeated, and recorded
     again. `replay` is a trace whose decisions the policy follows until they are used up; `actors` is the class of its
     actors. A failed rollout worker is restarted while the others continue; after a trainer's failure the run goes back

@@ -158,7 +158,7 @@ def _acceptance_file(source: Trace, path: Path, drafters: Mapping[str, DrafterTr
         if path.exists() and path.resolve() == source.path.resolve():
             before = Contents.read(path)
             earlier = before.files_of(path, "acceptance")
-            parts = {part: s for part, s in (before.parts or {}).items() if path / part not in earlier}
+            parts = {part: s for part, s in (before.parts or {}).items() if part not in earlier}
             with new_file(path / FILE, durable=True) as new:
                 with table_writer(new, "acceptance", 0) as writer:
                     yield writer
@@ -166,8 +166,8 @@ def _acceptance_file(source: Trace, path: Path, drafters: Mapping[str, DrafterTr
                 _described(source, drafters, None if before.parts is None else parts).write(path)
             if before.parts is not None:
                 _described(source, drafters, parts | {FILE: writer.sha256}).write(path)
-            for file in earlier:
-                if file.name != FILE:
+            for place, file in earlier.items():
+                if place != FILE:
                     file.unlink()
             return
         with new_trace_folder(path) as folder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -173,6 +174,8 @@ def _record(plan: RehearsalPlan, out: Path) -> None:
         notes=f"tltlab rehearse: {plan.about}; lengths forced, drafts kept at {plan.granted}, token ids left out",
         drafters=Drafters(plan.specs).own,
     )  # fmt: skip
+    # Made anew of what was played, which stays.
+    shutil.rmtree(out / "trace", ignore_errors=True)
     with SessionRecorder(out, manifest, plan.policies, plan.seed) as recorder:
         for visit in whole:
             parts = [rollout_of(out, visit, worker) for worker in range(len(plan.lengths))]

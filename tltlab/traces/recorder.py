@@ -56,6 +56,7 @@ def repair(path: str | Path, out: str | Path | None = None) -> Trace:
     where the recording is in progress, and InputError where the disk refuses; nothing is changed then.
     """
     place = locate(path)
+    place = place if place.name not in ("", "..") else place.resolve()
     target = place if out is None else Path(out)
     refuse_earlier(place)
     contents = Contents.read(place)
@@ -203,10 +204,9 @@ class Recorder:
     def _files(self, contents: Contents, lost: Sequence[str] = ()) -> Iterable[tuple[str, str, StoredTable]]:
         """The sound files of tables: place, table and rows."""
         for name in TABLES:
-            for file in contents.files_of(self.path, name):
-                place = file.relative_to(self.path).as_posix()
+            for place, file in contents.files_of(self.path, name).items():
                 if place not in lost:
-                    yield place, name, StoredTable.open(name, [file])
+                    yield place, name, StoredTable.open(name, [file], sound=place in (contents.parts or {}))
 
     def _keep(self, files: Iterable[tuple[str, str, StoredTable]], rl_steps: int) -> None:
         """Have the recording hold the rows in these files of RL steps before `rl_steps`, and no others."""

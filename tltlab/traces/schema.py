@@ -259,18 +259,19 @@ class Contents:
         content |= {_UNFINISHED: True} if self.unfinished else {}
         return json.dumps(sealed(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
-    def files_of(self, folder: Path, table: str) -> list[Path]:
-        """The files of a table, in the order of its rows; none where it is not there. Raises TraceError."""
+    def files_of(self, folder: Path, table: str) -> dict[str, Path]:
+        """The files of a table by their place, in the order of its rows; none where it is not there. TraceError."""
         whole, inside = folder / f"{table}.parquet", folder / table
         if self.parts is not None:
-            named = [folder / part for part in self.parts]
-            files = [file for file in named if file.parent == inside] if inside.is_dir() else []
+            named = {part: folder / part for part in self.parts if part.startswith(f"{table}/")}
+            files = {part: file for part, file in named.items() if file.parent == inside} if inside.is_dir() else {}
         else:
-            files = sorted(inside.glob("*.parquet"), key=lambda file: (len(file.name), file.name))
+            found = sorted(inside.glob("*.parquet"), key=lambda file: (len(file.name), file.name))
+            files = {f"{table}/{file.name}": file for file in found}
             if files and whole.exists():
                 raise TraceError(f"{folder}: has both {whole.name} and {table}/, and only one of them is the table")
         counts = not self.unfinished or whole.name in (self.parts or {})
-        return [whole, *files] if counts and whole.exists() else files
+        return {whole.name: whole, **files} if counts and whole.exists() else files
 
 
 def is_trace(path: Path) -> bool:

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -76,8 +77,8 @@ class TraceTable(ABC):
         """The rows of some RL steps, sorted (stably) by RL step (None: all)."""
 
     @abstractmethod
-    def part(self, rl_steps: Sequence[int]) -> TablePart:
-        """The conformed rows of some RL steps, in the order in which they were written."""
+    def part(self, rl_steps: Sequence[int] | None) -> TablePart:
+        """The conformed rows of some RL steps (None: all), in the order in which they were written."""
 
     @abstractmethod
     def select(self, rl_steps: Sequence[int]) -> Self: ...
@@ -106,7 +107,7 @@ class MemoryTable(TraceTable):
         bounds = [(self._bounds[run[0]], self._bounds[run[-1] + 1]) for run in runs]
         return pa.concat_tables([self._table[:0], *(self._table[start:end] for start, end in bounds)])
 
-    def part(self, rl_steps: Sequence[int]) -> TablePart:
+    def part(self, rl_steps: Sequence[int] | None) -> TablePart:
         return TablePart.of(self.name, self.load(rl_steps), self.name)
 
     def select(self, rl_steps: Sequence[int]) -> MemoryTable:
@@ -139,11 +140,14 @@ class StoredTable(TraceTable):
         self.rows_per_step = np.bincount(at, index[:, 3], len(self.rl_steps)).astype(np.int64)
 
     @classmethod
-    def open(cls, name: str, paths: Sequence[Path]) -> StoredTable:
-        """The table in these files, one after the other. Raises TraceError for wrong columns and RL steps."""
+    def open(cls, name: str, paths: Sequence[Path], *, sound: bool = False) -> StoredTable:
+        """The table in these files, one after the other. Raises TraceError for wrong columns and RL steps.
+
+        Of files that are `sound`, by their checksums, statistics are believed.
+        """
         files, indexes, num_bytes = [], [np.zeros((0, 4), np.int64)], 0
         for number, path in enumerate(paths):
-            file, index = _indexed(name, path)
+            file, index = _indexed(name, path, sound)
             files.append(file)
             indexes.append(np.column_stack([np.full(len(index), number), index]))
             num_bytes += sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
@@ -155,12 +159,9 @@ class StoredTable(TraceTable):
         return StoredTable(self.name, self._files, index, self.row_bytes)
 
     def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
-        return MemoryTable(self.name, self._part(rl_steps).table).load(None)
+        return MemoryTable(self.name, self.part(rl_steps).table).load(None)
 
-    def part(self, rl_steps: Sequence[int]) -> TablePart:
-        return self._part(rl_steps)
-
-    def _part(self, rl_steps: Sequence[int] | None) -> TablePart:
+    def part(self, rl_steps: Sequence[int] | None) -> TablePart:
         index = self._index if rl_steps is None else self._index[np.isin(self._index[:, 2], rl_steps)]
         parts = [self._rows(self._files[number], index[index[:, 0] == number]) for number in np.unique(index[:, 0])]
         return TablePart.joined(self.name, parts)
@@ -187,7 +188,7 @@ class StoredTable(TraceTable):
         return conform(TablePart(name=self.name, table=pa.concat_tables(tables), sources=(source,)))
 
 
-def _indexed(name: str, path: Path) -> tuple[_File, Ints]:
+def _indexed(name: str, path: Path, sound: bool) -> tuple[_File, Ints]:
     """A file, and for each of its row groups and RL steps in it how many rows there are, [n, 3]."""
     with _open(path, None) as parquet:
         check_columns(name, str(path), parquet.schema_arrow)
@@ -198,6 +199,11 @@ def _indexed(name: str, path: Path) -> tuple[_File, Ints]:
                 "for each RL step"
             )
         bounds = np.cumsum([0, *sizes], dtype=np.int64)
+        file = _File(path=path, metadata=parquet.metadata, bounds=bounds)
+        # Asked for the statistics of a column whose metadata are damaged Arrow ends the process.
+        only = [_only_rl_step(file.metadata.row_group(i)) if sound else None for i in range(len(sizes))]
+        if None not in only:
+            return file, np.array([*zip(range(len(sizes)), only, sizes, strict=True)], np.int64).reshape(-1, 3)
         found, counts, first = [np.arange(0)], [np.arange(0)], 0
         for table in _scan(parquet, path):
             steps = _rl_steps(name, path, table, first)
@@ -209,7 +215,16 @@ def _indexed(name: str, path: Path) -> tuple[_File, Ints]:
         codes, at = np.unique(np.concatenate(found), return_inverse=True)
         num_rows = np.bincount(at, np.concatenate(counts), len(codes)).astype(np.int64)
         index = np.column_stack([codes // _STEPS, codes % _STEPS, num_rows])
-        return _File(path=path, metadata=parquet.metadata, bounds=bounds), index
+        return file, index
+
+
+def _only_rl_step(group: pq.RowGroupMetaData) -> int | None:
+    """The RL step of all rows of a row group, by its statistics; None where they do not say, or there are several."""
+    column = group.column(0)
+    known = column.statistics if column.path_in_schema == "rl_step" else None
+    if known is None or not known.has_min_max or known.null_count or known.min != known.max:
+        return None
+    return known.min if isinstance(known.min, int) and 0 <= known.min < _STEPS else None
 
 
 _DAMAGE = (OSError, pa.ArrowException, UnicodeDecodeError)
@@ -257,7 +272,7 @@ class ReadTable(TraceTable):
     def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
         return self._memory().load(self._matching(rl_steps))
 
-    def part(self, rl_steps: Sequence[int]) -> TablePart:
+    def part(self, rl_steps: Sequence[int] | None) -> TablePart:
         return self._memory().part(self._matching(rl_steps))
 
     def select(self, rl_steps: Sequence[int]) -> ReadTable:
@@ -266,9 +281,9 @@ class ReadTable(TraceTable):
 
 def damaged(folder: Path, contents: Contents) -> list[str]:
     """The parts of a trace that are there and not what was written; in a folder `NAME/` also those that are gone."""
-    there = [file for name in TABLES for file in contents.files_of(folder, name)]
-    places = {file.relative_to(folder).as_posix(): file for file in there}
-    return [place for place, file in places.items() if not _is_written(file, (contents.parts or {}).get(place))]
+    sums = contents.parts or {}
+    files = chain.from_iterable(contents.files_of(folder, name).items() for name in TABLES)
+    return [place for place, file in files if not _is_written(file, sums.get(place))]
 
 
 def _is_written(file: Path, sha256: str | None) -> bool:
@@ -290,8 +305,7 @@ def refuse_damaged(folder: Path, contents: Contents) -> None:
 def has_checksums(folder: Path) -> bool:
     """Return True if every file of a table has a checksum. Raises TraceError."""
     contents = Contents.read(folder)
-    there = {file.relative_to(folder).as_posix() for name in TABLES for file in contents.files_of(folder, name)}
-    return there <= set(contents.parts or ())
+    return all(contents.files_of(folder, name).keys() <= set(contents.parts or ()) for name in TABLES)
 
 
 class TableWriter:
@@ -424,7 +438,8 @@ def frame_to_arrow(name: str, frame: pd.DataFrame) -> pa.Table:
 
 def carry_over(old: Path, new: Path) -> None:
     """Copy what is in an old trace folder and not of the format, such as a LICENSE or costs.json."""
-    of_format = {MANIFEST_FILE, LOCK, *TABLES, *(f"{name}.parquet" for name in TABLES)}
+    half_written = Path(MANIFEST_FILE).with_suffix(".tmp").name
+    of_format = {MANIFEST_FILE, half_written, LOCK, *TABLES, *(f"{name}.parquet" for name in TABLES)}
     for item in sorted(old.iterdir()) if old.is_dir() else ():
         if item.name not in of_format:
             if item.is_dir() and not item.is_symlink():

@@ -403,7 +403,8 @@ def open_trace(path: Path, contents: Contents) -> Trace:
         files = contents.files_of(path, name)
         has_none = contents.parts is not None and not any(part.startswith(name) for part in contents.parts)
         if files or (name in REQUIRED_TABLES and has_none):
-            tables[name] = StoredTable.open(name, files)
+            sound = files.keys() <= set(contents.parts or ())
+            tables[name] = StoredTable.open(name, [*files.values()], sound=sound)
         elif name in REQUIRED_TABLES:
             refuse_earlier(path)
             raise TraceError(f"{path / name}.parquet: missing; a trace has {' and '.join(REQUIRED_TABLES)}")

@@ -70,6 +70,18 @@ def test_a_live_recorder_takes_rl_steps_back(tmp_path):
     assert same(read(tmp_path / "t"), unbroken(tmp_path / "u", 4))
 
 
+def test_a_trace_of_one_file_a_table_is_gone_on_with(tmp_path):
+    """As earlier versions left it."""
+    trace = unbroken(tmp_path / "parts", 4)
+    assert same(read(trace.write(tmp_path / "t")), trace)
+    recorder = Recorder.reopen(tmp_path / "t", MANIFEST, 4)
+    assert {file.parent for file in (tmp_path / "t").rglob("*.parquet")} == {tmp_path / "t"}
+    recorder._lock.close()
+    go_on(tmp_path / "t", 2, [2])
+    assert not (tmp_path / "t" / "outcomes.parquet").exists()
+    assert same(read(tmp_path / "t"), unbroken(tmp_path / "u", 3))
+
+
 @pytest.mark.parametrize("how", ["killed", "closed"])
 def test_rl_steps_that_are_missing_are_named(tmp_path, how):
     left(tmp_path / "t", 3, how=how)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -19,8 +20,9 @@ from tests.core.traces.damage import flipped
 from tests.core.traces.streams import responses
 from tests.refused import refused
 from tltlab.errors import ConfigError, TraceError
+from tltlab.files import sealed
 from tltlab.traces import storage
-from tltlab.traces.schema import KEY, TABLES, Contents, Manifest
+from tltlab.traces.schema import KEY, TABLES, UNIQUE, Contents, Manifest
 from tltlab.traces.storage import has_checksums
 from tltlab.traces.trace import Trace, read
 
@@ -135,6 +137,42 @@ def test_pandas_alone_can_write_a_trace(tmp_path):
     assert "color" not in trace.workload
 
 
+@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize("template", ["part-{i}.parquet", "00{i}-x.parquet"])
+def test_a_folder_of_files_is_a_table(folder, template, statistics):
+    """As pyarrow and pandas write them, without checksums: types differ, RL steps are mixed, one file is empty."""
+    whole = read(folder).in_memory()
+    rewrite(folder, "steps", lambda table: table)
+    for name in ("outcomes", "workload", "iterations"):
+        table = pq.read_table(folder / f"{name}.parquet")
+        (folder / f"{name}.parquet").unlink()
+        options = ds.ParquetFileFormat().make_write_options(write_statistics=statistics)
+        ds.write_dataset(
+            table.take([*range(0, len(table), 2)]), folder / name, format="parquet", file_options=options,
+            basename_template=template, max_rows_per_group=1, min_rows_per_group=1, max_rows_per_file=2,
+        )  # fmt: skip
+        rest = table.take([*range(1, len(table), 2)]).to_pandas()
+        rest.to_parquet(folder / name / "last-of-all-the-others.parquet", index=False)
+        rest[:0].to_parquet(folder / name / "last-of-all-the-others-of-none.parquet", index=False)
+    trace = read(folder)
+    assert trace.rl_steps == [0, 1]
+    assert [len(one.outcomes) for one in trace.iter_rl_steps()] == [4, 4]
+    for name in ("outcomes", "workload", "iterations"):
+        ours, theirs = (of.table(name).sort_values(list(UNIQUE[name])) for of in (trace, whole))
+        pd.testing.assert_frame_equal(ours.reset_index(drop=True), theirs.reset_index(drop=True))
+    file = folder / "outcomes" / template.format(i=1)
+    pq.write_table(set_cell("response_tokens", 1, 99)(pq.read_table(file)), file)
+    with refused(TraceError, naming=(f"outcomes/{file.name}", "row 1", "response_tokens", 99)):
+        read(folder)
+    file.write_bytes(file.read_bytes()[:-9])
+    with refused(TraceError, naming=(f"outcomes/{file.name}",)):
+        read(folder)
+    whole.write(folder.parent / "whole")
+    shutil.copy(folder.parent / "whole" / "outcomes.parquet", folder)
+    with refused(TraceError, naming=("outcomes",)):
+        read(folder)
+
+
 @pytest.mark.parametrize(
     ("name", "column", "cast"),
     [
@@ -235,6 +273,19 @@ def test_rl_step_that_lost_its_iterations_is_refused(folder, without, valid):
         read(folder)
     with refused(TraceError, naming=("without_iterations",)):
         full_trace().replace(manifest=manifest, iterations=None)
+
+
+def test_sums_of_an_earlier_version_are_checked(folder):
+    contents, written = Contents.read(folder), read(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = {"sums" if key == "parts" else key: value for key, value in manifest.items() if key != "sha256"}
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
+    assert Contents.read(folder) == contents
+    assert all(read(folder).arrow(name).equals(written.arrow(name)) for name in TABLES)
+    tokens = folder / "tokens.parquet"
+    tokens.write_bytes(tokens.read_bytes()[:-1] + b"2")
+    with refused(TraceError, naming=("tokens.parquet",)):
+        read(folder)
 
 
 def test_an_aborted_response_may_have_no_token(folder):
