@@ -12,7 +12,6 @@ A scheduler calls `Control`, which holds requests and drafters, the policy in a 
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -33,12 +32,10 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.schema import Row
 
 from .drafter_pool import DrafterPool, ResponseTokens
-from .generation import BatchRequests, Drafting, LiveRequest, describe_exception, notify
+from .generation import BatchRequests, Drafting, LiveRequest
+from .guard import Guard, notify
 from .metrics import Samples, Tally
 from .tracker import Clock, Iteration, IterationTracker, SampledTokens, Scheduled, Stopwatch
-
-logger = logging.getLogger(__name__)
-
 
 _DraftOrders = tuple[list[int], list[LiveRequest], list[tuple[Key, int]]]
 """Positions in the batch, requests at these positions, and (key, draft tokens) of each."""
@@ -78,7 +75,7 @@ class Control:
         self._policy: Policy | None = None
         self.inside = Stopwatch(clock)
         self.drafting = Stopwatch(clock)
-        self.failure = ""
+        self.guard = Guard("the policy raised", "the engine continues without speculation", self._decode_plainly)
         self.live: dict[str, LiveRequest] = {}
         self.keys: set[Key] = set()
         self.awaiting_first_token: set[str] = set()
@@ -102,14 +99,27 @@ class Control:
 
     def set_selector(self, selector: Selector | None, budget: DraftBudget | None = None) -> None:
         """Use `selector` from now on, None for plain decoding; ConfigError if this engine cannot run it."""
-        self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies)
-        if selector is not None:
+        if selector is None:
+            self._decode_plainly()
+        else:
+            self.drafters.use(selector.strategies)
             selector.drafts_with(self.drafters.registry)
             refuse_needs(selector)
-        self.driver.take(selector, budget)
-        self.repeats = selector is not None and self.drafters.repeats(selector.strategies, self.driver.budget)
-        self._batch_places, self._least_room = None, 0
-        self.failure = ""
+            self.driver.take(selector, budget)
+            self.repeats = self.drafters.repeats(selector.strategies, self.driver.budget)
+            self._batch_places, self._least_room = None, 0
+        self.guard.failure = ""
+
+    @property
+    def failure(self) -> str:
+        """What was raised in the policy, or around it, since it was set; empty for nothing."""
+        return self.guard.failure
+
+    def _decode_plainly(self) -> None:
+        """Draft nothing more, so that running requests complete."""
+        self.drafters.use([NO_SPECULATION])
+        self.driver.take(None)
+        self.repeats, self._batch_places, self._least_room = False, None, 0
 
     def suspend(self) -> None:
         """Decode plainly until `resume`; the policy neither chooses nor learns."""
@@ -239,10 +249,8 @@ class Control:
         return live
 
     def _notify_budget(self, live: LiveRequest) -> None:
-        try:
-            self.driver.finished(cast(RequestState, live), drafted=live.drafted, accepted=live.accepted)
-        except Exception as error:  # the budget may be user code
-            self._disable_policy(error)
+        request = cast(RequestState, live)
+        self.guard.call(lambda: self.driver.finished(request, drafted=live.drafted, accepted=live.accepted))
 
     def iteration_starts(self) -> None:
         """Note that the scheduler begins to assemble an iteration, which ends the previous one."""
@@ -258,37 +266,20 @@ class Control:
             if self.driver.selector is None:
                 return 0
             choice = self.driver.again(len(work.request_ids), work.waiting, self.tracker.rl_step)
-            if choice is None and (choice := self._choose(work.request_ids)) is None:
+            if choice is None and (choice := self.guard.call(self._choose, work.request_ids)) is None:
                 return 0
             self.tracker.choose(choice)
             return self.drafters.worker_depth(choice.strategy)
 
-    def _choose(self, request_ids: Sequence[str]) -> Choice | None:
-        try:
-            with self.deciding:
-                choice = self.driver.ask(self._state(request_ids))
-                self.drafters.check(choice.strategy)
-                return choice
-        except Exception as error:  # the policy may be user code
-            self._disable_policy(error)
-            return None
+    def _choose(self, request_ids: Sequence[str]) -> Choice:
+        with self.deciding:
+            choice = self.driver.ask(self._state(request_ids))
+            self.drafters.check(choice.strategy)
+            return choice
 
     def _deliver(self, choice: Choice, outcome: StepOutcome, iteration: Iteration) -> None:
-        if self.failure:
-            return
-        try:
-            with self.deciding:
-                self.driver.tell(choice, outcome, iteration.rewarded)
-        except Exception as error:  # the policy may be user code
-            self._disable_policy(error)
-
-    def _disable_policy(self, error: Exception) -> None:
-        """Decode plainly after the first exception in a policy, so that running requests complete."""
-        if not self.failure:
-            failure = f"the policy raised {describe_exception(error)}"
-            logger.error("%s; the engine continues without speculation", failure)
-            self.set_selector(None)
-            self.failure = failure
+        with self.deciding:
+            self.guard.call(self.driver.tell, choice, outcome, iteration.rewarded)
 
     def watched(self, work: Scheduled, strategy: Strategy) -> None:
         """Record an iteration without a policy, at the end of which the engine itself drafts by `strategy`."""
@@ -332,11 +323,8 @@ class Control:
             return [strategy.reach] * len(lives)
         requests = cast(Sequence[RequestState], lives)
         state = replace(self._state(()), batch=len(lives), strategy=strategy, requests=requests)
-        try:
-            return self.driver.shares(state, strategy)
-        except Exception as error:
-            self._disable_policy(error)
-            return [0] * len(lives)
+        shares: list[int] = self.guard.call(self.driver.shares, state, strategy, otherwise=[0] * len(lives))
+        return shares
 
     def drafts(
         self, request_ids: Sequence[str], learned: Sequence[list[int]], learned_s: float | None

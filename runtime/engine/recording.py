@@ -7,7 +7,6 @@ sessions (`Grouping`).
 from __future__ import annotations
 
 import atexit
-import logging
 import math
 import os
 import re
@@ -18,7 +17,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import chain, count
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from typing import Any, ClassVar
 
 from tltlab.drafters.base import Key
@@ -28,10 +27,9 @@ from tltlab.traces.recording import recording_of
 from tltlab.traces.schema import Manifest, Row, columns, key_columns
 
 from .control import Control
-from .generation import LiveRequest, describe_exception
+from .generation import LiveRequest
+from .guard import FAULTS, Guard
 from .tracker import NEWEST, Clock, EndedIterations
-
-logger = logging.getLogger(__name__)
 
 _LARGEST = 2**31 - 1
 """Largest of the numbers in a key, as traces have them."""
@@ -117,7 +115,7 @@ class LiveRecording:
     Events are durable after `flush_s` at the latest, after about a second where the engine has fallen idle, and earlier
     where more than `flush_bytes` wait. The engine never waits for the disk: where more than `most_bytes` wait, or the
     disk is full or the folder gone, the recording logs that once and has `ended`; durable rows stay. Methods called
-    after the end do nothing; after an internal error the caller calls `give_up`. ConfigError where no recording can be
+    after the end do nothing; calls from an engine go through its `guard`. ConfigError where no recording can be
     made.
 
     The thread closes the recording at the latest when its process ends; a forked process has no part in it. Requests
@@ -137,6 +135,11 @@ class LiveRecording:
 
     def __init__(self, path: str | Path, control: Control, *, model: str, hardware: str, engine: str) -> None:
         self.control = control
+        self.guard = Guard(
+            f"the recording {path} ends here, and the engine continues:",
+            f"durable rows stay in {recording_of(Path(path))}",
+            self.give_up,
+        )
         self.ended = False
         self._clock = control.tracker.clock
         self._grouping = Grouping(self._clock)
@@ -160,7 +163,7 @@ class LiveRecording:
         self._without_iterations: tuple[int, ...] = ()
         self._queued_bytes = self._durable_bytes = 0
         self._is_idle = self._is_closing = False
-        self._wake, self._durable, self._end_lock = Event(), Event(), Lock()
+        self._wake, self._durable = Event(), Event()
         self._process = os.getpid()
         self.path = Path(path)
         self._recorder = Recorder(
@@ -381,23 +384,26 @@ class LiveRecording:
             self._is_closing = True
             self._wake.set()
             if not self._durable.wait(self.close_s):
-                self._end(f"the disk has not answered for {self.close_s:g} s")
+                self._fail(f"the disk has not answered for {self.close_s:g} s")
             self._thread.join(0.0 if self.ended else self.finish_s)
             if self._thread.is_alive():
-                self._end(f"no trace was written within {self.finish_s:g} s")
-        except Exception as error:  # a disk error or a bug here must not end the engine's process
-            self._end(error)
+                self._fail(f"no trace was written within {self.finish_s:g} s")
+        except FAULTS as error:  # a disk error or a bug here must not end the engine's process
+            self._fail(error)
         atexit.unregister(self.close)
 
-    def give_up(self, error: Exception) -> None:
-        """Record nothing after `error`. Earlier events become durable and stay. Raises nothing."""
-        with suppress(Exception):
+    def give_up(self) -> None:
+        """Record nothing more. Earlier events become durable and stay. Raises nothing."""
+        if self.ended:
+            return
+        with suppress(*FAULTS):
             self.control.settle()
             for key in list(self._departed):
                 self.landed(key)
-        with suppress(Exception):
+        with suppress(*FAULTS):
             self._end_rollout()
-        self._end(error)
+        self.ended = True
+        self._wake.set()
 
     def _append(self, table: str, key: Key, **values: Any) -> None:
         row = columns(table, **key_columns(key), **values)
@@ -416,7 +422,7 @@ class LiveRecording:
         self._queued_bytes += num_bytes
         waiting_bytes = self._queued_bytes - self._durable_bytes
         if waiting_bytes > self.most_bytes:
-            self._end(f"the disk does not keep up, {waiting_bytes >> 20} MiB wait to be written")
+            self._fail(f"the disk does not keep up, {waiting_bytes >> 20} MiB wait to be written")
             self._queue.clear()
         elif waiting_bytes > self.flush_bytes and not self._wake.is_set():
             self._wake.set()
@@ -438,12 +444,12 @@ class LiveRecording:
                 self._recorder.close()
                 self.ended = True
                 return
-        except Exception as error:  # the engine keeps serving after any error here
-            self._end(error)
+        except FAULTS as error:  # the engine keeps serving after any error here
+            self._fail(error)
         ended = RunError("the recording has ended")
-        with suppress(Exception):
+        with suppress(*FAULTS):
             self._append_waiting()
-        with suppress(Exception):
+        with suppress(*FAULTS):
             self._recorder.__exit__(type(ended), ended, None)
         self._durable.set()
 
@@ -473,15 +479,8 @@ class LiveRecording:
             self._recorder.append(table, table_rows)
         return num_bytes
 
-    def _end(self, why: str | Exception) -> None:
-        with self._end_lock:
-            if self.ended:
-                return
-            self.ended = True
-        if isinstance(why, Exception):
-            why = f"RunError: {why}" if isinstance(why, RunError) else describe_exception(why)
-        logger.error(
-            "the recording %s ends here, and the engine continues: %s; durable rows stay in %s",
-            *(self.path, why, recording_of(self.path)),
-        )
+    def _fail(self, why: BaseException | str) -> None:
+        """End the recording where it is; the log has the reason."""
+        self.ended = True
+        self.guard.fail(f"RunError: {why}" if isinstance(why, RunError) else why)
         self._wake.set()

@@ -126,14 +126,15 @@ def test_drafters_and_policies_receive_accepted_tokens():
     assert script.state.requests[0].generated_tokens == 8
 
 
+@pytest.mark.parametrize("error", [IndexError("no such arm"), SystemExit("no such arm")], ids=["raises", "exits"])
 @pytest.mark.parametrize("where", ["choose", "observe", "reward"])
-def test_a_policy_that_raises_is_asked_no_more(where, caplog):
+def test_a_policy_that_raises_is_asked_no_more(where, error, caplog):
     calls, stock = [], getattr(Script, where)
 
     def third_raises(self, *args):
         calls.append(where)
         if len(calls) == 3:
-            raise IndexError("no such arm")
+            raise error
         return stock(self, *args)
 
     policy = type("Raising", (Script,), {where: third_raises})(*[chain(2)] * 9)
@@ -145,9 +146,10 @@ def test_a_policy_that_raises_is_asked_no_more(where, caplog):
         drafted.append(len(engine.draft))
     # What the third choice brought is known two iterations later.
     assert drafted == ([2, 2, 0, 0, 0, 0, 0, 0] if where == "choose" else [2, 2, 2, 2, 0, 0, 0, 0])
-    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "no such arm" in text)
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "raise error" in text)
     (record,) = caplog.records
-    assert all(fact in record.getMessage() for fact in ("IndexError: no such arm", __file__, f"line {line}"))
+    facts = (f"{type(error).__name__}: no such arm", __file__, f"line {line}")
+    assert all(fact in record.getMessage() for fact in facts)
     rows, _, _ = engine.control.end()
     assert [row["draft_depth"] for row in rows] == [0, *drafted[:-1]]
     assert len(calls) == 3

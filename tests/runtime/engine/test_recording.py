@@ -203,7 +203,7 @@ def test_giving_up_hands_over_what_has_happened(engine):
     engine.serves()
     engine.arrives()
     engine.iterates(2.0)
-    engine.recording.give_up(LookupError("of ours"))
+    engine.recording.guard.fail(LookupError("of ours"))
     engine.recording._thread.join(300)
     assert read(engine.path).iterations["duration"].tolist() == [1.0, 2.0]
 
@@ -329,7 +329,7 @@ class Unspeakable(Exception):
 def test_giving_up_raises_nothing(engine, monkeypatch, caplog):
     engine.serves(2)
     monkeypatch.setattr(engine.control.tracker, "drain", raising(LookupError("the tracker too")))
-    engine.recording.give_up(Unspeakable())
+    engine.recording.guard.fail(Unspeakable())
     assert "Unspeakable" in caplog.text
     engine.recording.close()
     assert of_steps(read(engine.path)) == [2]

@@ -122,7 +122,7 @@ def runner(roomy):
     """The roomy engine's, which is as it was afterwards."""
     _, runner = executor_and_runner(roomy)
     yield runner
-    for name in ("tltlab_failed", "tltlab_skipping", "tltlab_stopwatch"):
+    for name in ("tltlab_guard", "tltlab_skipping", "tltlab_stopwatch"):
         vars(runner).pop(name, None)
     roomy.llm.reset_prefix_cache()
 
@@ -149,5 +149,5 @@ def test_runner_errors_are_reported_once(roomy, runner, part, monkeypatch, caplo
     drafted = roomy.generate(requests(3, 40, rl_step=1), rl_step=1, temperature=0.0)
     assert texts(drafted) == texts(plain)
     assert sum(row["num_drafted"] for row in drafted.iterations) > 0
-    assert runner.tltlab_failed
+    assert runner.tltlab_guard.failure
     assert "LookupError: a bug of ours" in said_once(caplog, "tltlab raised")

@@ -410,7 +410,7 @@ def test_what_raises_is_said_once_and_the_engine_goes_on(roomy, part, asynchrono
             scheduler.update_draft_token_ids(DraftTokenIds(ids, [[9] * 4 for _ in ids]))
     worker.ends(kept=2)
     assert [len(requests[i].output_token_ids) for i in "ab"] == [11, 7]
-    assert scheduler.given_up
+    assert scheduler.guard.failure
     assert depths[-1] == 0 or part in ("watch.left", "watch.applied", "capture.leave")
     facts = ("LookupError: a bug of ours", "asking.py, line", scheduler.control.failure)
     assert all(fact in said_once(caplog) for fact in facts)
@@ -438,7 +438,7 @@ def test_a_policy_goes_on_when_its_recording_vanishes(roomy, tmp_path, monkeypat
     assert len(drafted.scheduled_spec_decode_tokens["after"]) == 4
     worker.ends(kept=4)
     assert len(request.output_token_ids) == 9
-    assert not worker.scheduler.given_up
+    assert not worker.scheduler.guard.failure
     worker.scheduler.close_recording()
     assert "No such file" in said_once(caplog)
     assert list(tmp_path.iterdir()) == []
