@@ -14,12 +14,13 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
 
 from tltlab.coordination.canary import Alarm
 from tltlab.drafters.base import Key
@@ -29,22 +30,24 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.state import Choice, RequestState, StepOutcome, StepState, recent_acceptance
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.schema import Row
 
 from .drafter_pool import DrafterPool, ResponseTokens
-from .generation import BatchRequests, Drafting, LiveRequest
 from .guard import Guard, notify
 from .metrics import Samples, Tally
-from .tracker import Clock, Iteration, IterationTracker, SampledTokens, Scheduled, Stopwatch
+from .requests import BatchRequests, Drafting, LiveRequest, Observer
+from .tracker import Clock, Iteration, IterationTracker, SampledTokens, Stopwatch
 
 _DraftOrders = tuple[list[int], list[LiveRequest], list[tuple[Key, int]]]
 """Positions in the batch, requests at these positions, and (key, draft tokens) of each."""
 
 
 class Control:
-    """Calls a policy once per engine iteration, allots drafts and delivers outcomes.
+    """Calls a policy once per engine iteration, allots drafts and delivers outcomes; knows where each request is.
 
-    `add` and `finish` report requests at any time; `awaiting_first_token` holds the ids of those without output.
+    `add` and `finish` report requests at any time. Requests are in `live` by name and in `by_key`, those without output
+    also in `waiting`. One that finishes while an iteration of it is in flight is `departing` until that has its output.
+    `observers` are told of all that: a recording and a capture.
+
     `begin` opens a rollout, `end` closes it and returns its rows (`IterationTracker`). An iteration calls
     `iteration_starts`, `scheduled`, `sampled` and, if drafts are made next to the scheduler, `drafts`, each O(batch);
     requests are read one by one only for drafts or a policy that reads them. Without a policy
@@ -77,18 +80,18 @@ class Control:
         self.drafting = Stopwatch(clock)
         self.guard = Guard("the policy raised", "the engine continues without speculation", self._decode_plainly)
         self.live: dict[str, LiveRequest] = {}
-        self.keys: set[Key] = set()
-        self.awaiting_first_token: set[str] = set()
-        # Ids of requests that allow no drafts for any request in the batch.
-        self._draftless: set[str] = set()
+        self.by_key: dict[Key, LiveRequest] = {}
+        self.waiting: dict[str, LiveRequest] = {}
+        self.departing: dict[str, LiveRequest] = {}
+        self.observers: tuple[Observer, ...] = ()
+        # Number of requests that allow no drafts for any request in the batch.
+        self._draftless = 0
         self.repeats = False
         self._turn = 0
         # Lower bound of `_room` over all requests.
         self._least_room = 0
         # Ids, positions and requests of the last batch, if all its requests have output.
         self._batch_places: tuple[Sequence[str], list[int], list[LiveRequest]] | None = None
-        # Requests that have ended with an iteration in flight.
-        self.departing: dict[str, LiveRequest] = {}
         self._sampled = SampledTokens()
         self.alarm = Alarm(notify)
 
@@ -102,7 +105,7 @@ class Control:
         if selector is None:
             self._decode_plainly()
         else:
-            self.drafters.use(selector.strategies)
+            self.drafters.use(selector.strategies, self.live.values())
             selector.drafts_with(self.drafters.registry)
             refuse_needs(selector)
             self.driver.take(selector, budget)
@@ -117,7 +120,7 @@ class Control:
 
     def _decode_plainly(self) -> None:
         """Draft nothing more, so that running requests complete."""
-        self.drafters.use([NO_SPECULATION])
+        self.drafters.use([NO_SPECULATION], self.live.values())
         self.driver.take(None)
         self.repeats, self._batch_places, self._least_room = False, None, 0
 
@@ -138,8 +141,10 @@ class Control:
     def learn_lengths(self, lengths: Sequence[tuple[Key, int]]) -> None:
         """Deliver the lengths of other workers' responses to the budget."""
         for key, num_tokens in lengths:
-            live = LiveRequest(key=key, prompt=(), output=range(num_tokens), max_response_tokens=max(num_tokens, 1))
-            self._notify_budget(live)
+            cap = max(num_tokens, 1)
+            self._notify_budget(
+                LiveRequest(name="", key=key, prompt=(), output=range(num_tokens), max_response_tokens=cap)
+            )
 
     @property
     def seconds(self) -> tuple[float, float, float]:
@@ -184,11 +189,11 @@ class Control:
         self.drafters.begin(rl_step)
         self.driver.begin(rl_step)
 
-    def end(self) -> tuple[list[Row], list[Row], dict[Key, float]]:
-        """Close the rollout; return rows of iterations, rows of decisions, and first-token times by key."""
+    def end(self) -> tuple[pa.Table, pa.Table]:
+        """Close the rollout; return its tables of iterations and decisions."""
         with self.inside:
             self.tracker.end()
-            return self.tracker.iterations, self.tracker.decisions, self.tracker.first_token_s
+            return self.tracker.drain().tables()
 
     def advance(self, rl_step: int) -> None:
         """Outside of rollouts, let drafters drop state of RL steps before `rl_step`."""
@@ -198,7 +203,7 @@ class Control:
 
     def add(
         self,
-        request_id: str,
+        name: str,
         key: Key,
         prompt: Sequence[int],
         output: Sequence[int],
@@ -207,16 +212,25 @@ class Control:
     ) -> LiveRequest:
         """Add a request that enters the engine; `output` is a live view of its tokens."""
         if not self.live:
+            # The last iteration in flight of requests that are gone is not counted: it may have waited for this one.
+            self.land(list(self.departing))
             self.tracker.drop_in_flight()
-        live = LiveRequest(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens, drafting=drafting)
-        self.live[request_id] = live
-        if drafting == "none beside":
-            self._draftless.add(request_id)
+        live = LiveRequest(
+            name=name,
+            key=key,
+            prompt=prompt,
+            output=output,
+            max_response_tokens=max_tokens,
+            drafting=drafting,
+            arrived_s=self.tracker.clock(),
+        )
+        self.live[name] = self.by_key[key] = self.waiting[name] = live
+        self._draftless += drafting == "none beside"
         self._least_room = min(self._least_room, self._room(live))
         self._batch_places = None
-        self.keys.add(key)
-        self.awaiting_first_token.add(request_id)
-        self.drafters.open(key, prompt, output, own=drafting == "own" and self.repeats)
+        self.drafters.open(live, own=drafting == "own" and self.repeats)
+        for observer in self.observers:
+            observer.arrived(live)
         return live
 
     def _drafts_for(self, live: LiveRequest) -> bool:
@@ -226,27 +240,37 @@ class Control:
         """Most tokens worth drafting for a request: verification adds one token of its own."""
         return max(live.max_response_tokens - len(live.output) - 1, 0) if self._drafts_for(live) else 0
 
-    def finish(self, request_id: str, got: int | None = None, *, in_flight: bool = False) -> LiveRequest | None:
-        """Remove and return a request that leaves the engine, complete or aborted.
+    def finish(self, name: str, reason: str | None = None, got: int | None = None) -> LiveRequest | None:
+        """Remove and return a request that leaves the engine, complete or aborted, for vLLM's `reason`.
 
-        Its client `got` its first tokens, by default all of them. With `in_flight` the request is in an iteration
-        without output yet, and `landed` follows.
+        Its client `got` its first tokens, by default all of them.
         """
         self.settle()
-        live = self.live.pop(request_id, None)
+        live = self.live.pop(name, None)
         self._batch_places = None
-        self._draftless.discard(request_id)
-        self.awaiting_first_token.discard(request_id)
-        if live is not None:
-            self.keys.discard(live.key)
-            self.drafters.close(live.key)
-            self._notify_budget(live)
-            live.kept = len(live.output) if got is None else min(got, len(live.output))
-            if in_flight:
-                self.departing[request_id] = live
-            else:
-                self._sampled.subtract(request_id, live.computed - live.kept)
+        if live is None:
+            return None
+        self.by_key.pop(live.key, None)
+        self.waiting.pop(name, None)
+        self._draftless -= live.drafting == "none beside"
+        self.drafters.close(live)
+        self._notify_budget(live)
+        live.kept = len(live.output) if got is None else min(got, len(live.output))
+        for observer in self.observers:
+            observer.left(live, reason)
+        self.departing[name] = live
+        if not any(name in iteration.request_ids for iteration in self.tracker.in_flight):
+            self.land([name])
         return live
+
+    def land(self, names: Iterable[str]) -> None:
+        """Note that requests in `departing` are in no iteration in flight any more."""
+        self.settle()
+        for name in names:
+            live = self.departing.pop(name)
+            self._sampled.subtract(name, live.computed - (live.kept or 0))
+            for observer in self.observers:
+                observer.landed(live)
 
     def _notify_budget(self, live: LiveRequest) -> None:
         request = cast(RequestState, live)
@@ -259,7 +283,7 @@ class Control:
         with self.inside:
             self.tracker.start()
 
-    def scheduled(self, work: Scheduled) -> int:
+    def scheduled(self, work: Iteration) -> int:
         """Choose the strategy of the drafts at the iteration's end; return the draft depth for the engine's workers."""
         with self.inside:
             self._work, self._verified = work, self.tracker.schedule(work)
@@ -281,7 +305,7 @@ class Control:
         with self.deciding:
             self.guard.call(self.driver.tell, choice, outcome, iteration.rewarded)
 
-    def watched(self, work: Scheduled, strategy: Strategy) -> None:
+    def watched(self, work: Iteration, strategy: Strategy) -> None:
         """Record an iteration without a policy, at the end of which the engine itself drafts by `strategy`."""
         with self.inside:
             self.tracker.schedule(work)
@@ -339,7 +363,7 @@ class Control:
         if strategy.speculates:
             # In order of admission, not of slots, so that a trace determines the drafters' text at each draft.
             with self.drafting:
-                late_s = self.drafters.feed(strategy, self._turn, self.tracker.clock)
+                late_s = self.drafters.feed(strategy, self._turn, self.tracker.clock, self.live.values())
             if self.drafters.behind(strategy):
                 # Drafts made without the latest text are no evidence about the choice.
                 self.tracker.in_force = replace(self.tracker.in_force, learns=False)
@@ -378,40 +402,42 @@ class Control:
             shares = [share for share in shares if share]
         return places, lives, [(live.key, share) for live, share in zip(lives, shares, strict=True)]
 
-    def sampled(self, work: Scheduled, counts: Sequence[int]) -> None:
-        """Process the output of the oldest iteration in flight: each request's new tokens, accepted ones included."""
+    def sampled(self, counts: Sequence[int]) -> Iteration:
+        """Process and return the oldest iteration in flight: each request's new tokens, accepted ones included."""
         with self.inside:
-            if self.awaiting_first_token:
-                for request_id, count in zip(work.request_ids, counts, strict=True):
-                    if count and request_id in self.awaiting_first_token:
-                        self.awaiting_first_token.discard(request_id)
-                        self.tracker.first_token(self.live[request_id].key)
             counted = not self.tracker.drops_next
-            iteration = self.tracker.verified(work, counts)
+            iteration = self.tracker.verified(counts)
+            if self.waiting:
+                now_s = self.tracker.clock()
+                for name, count in zip(iteration.request_ids, counts, strict=True):
+                    if count and (live := self.waiting.pop(name, None)) is not None:
+                        live.first_token_s = now_s
             if counted:
-                self._sampled.add(iteration, work.request_ids, counts)
-            if work.drafts:
-                self._learn(work.request_ids, iteration)
+                self._sampled.add(iteration, counts)
+            if iteration.drafts:
+                self._learn(iteration)
+                # Not kept until the rollout ends.
+                iteration.drafts = {}
             self.tracker.sampled(iteration)
+        for observer in self.observers:
+            observer.returned()
+        if self.departing:
+            flying = self.tracker.in_flight
+            self.land(self.departing.keys() - set().union(*(each.request_ids for each in flying)))
+        return iteration
 
     def settle(self) -> None:
         """Add the tokens sampled so far to `computed` of their requests."""
-        for request_id, num_tokens in self._sampled.drain():
-            if (live := self.live.get(request_id) or self.departing.get(request_id)) is not None:
+        for name, num_tokens in self._sampled.drain():
+            if (live := self.live.get(name) or self.departing.get(name)) is not None:
                 live.computed += num_tokens
 
-    def landed(self, request_id: str) -> None:
-        """Count the last tokens of a request in `departing`: its last iteration has landed."""
-        self.settle()
-        live = self.departing.pop(request_id)
-        self._sampled.subtract(request_id, live.computed - (live.kept or 0))
-
-    def _learn(self, request_ids: Sequence[str], iteration: Iteration) -> None:
+    def _learn(self, iteration: Iteration) -> None:
         """Add the accepted tokens of each draft to its request, and deliver them to its drafter."""
         drafter = iteration.verified.strategy.drafter
         verified: defaultdict[str, list[tuple[Key, int, int]]] = defaultdict(list)
-        for request_id, drafted, accepted in zip(request_ids, iteration.drafted, iteration.accepted, strict=True):
-            if not drafted or (live := self.live.get(request_id)) is None:
+        for name, drafted, accepted in zip(iteration.request_ids, iteration.drafted, iteration.accepted, strict=True):
+            if not drafted or (live := self.live.get(name)) is None:
                 continue
             live.drafted += drafted
             live.accepted += accepted
@@ -434,6 +460,8 @@ class Control:
             self.tracker.pause()
             self.alarm.idle()
             self.driver.idle()
+        for observer in self.observers:
+            observer.idle()
 
 
 def _digest(policy: Policy) -> str:

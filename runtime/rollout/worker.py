@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import ray
 import torch
 
@@ -271,9 +272,14 @@ def packed(rollout: Rollout) -> Rollout:
         responses=[
             replace(r, token_ids=array("i", r.token_ids), logprobs=array("f", r.logprobs)) for r in rollout.responses
         ],
-        iterations=ColumnRows.of("iterations", rollout.iterations),
-        decisions=ColumnRows.of("decisions", rollout.decisions),
+        iterations=_by_column("iterations", rollout.iterations),
+        decisions=_by_column("decisions", rollout.decisions),
     )
+
+
+def _by_column(name: str, rows: Any) -> ColumnRows:
+    """Return rows by column: a table of an engine as it is."""
+    return ColumnRows(name, rows) if isinstance(rows, pa.Table) else ColumnRows.of(name, rows)
 
 
 def engine_args(recipe: Recipe, *, cuda: bool) -> dict[str, Any]:

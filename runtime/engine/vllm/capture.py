@@ -23,8 +23,8 @@ from tltlab.arrays import Array, Floats, Ints, Tokens
 from tltlab.drafters.base import Key
 from tltlab.drafters.budget import LengthClasses
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.engine.generation import LiveRequest
 from tltlab.runtime.engine.guard import Guard
+from tltlab.runtime.engine.requests import LiveRequest, Observer
 from tltlab.runtime.engine.tracker import Stopwatch
 
 Sink = Callable[[TrainingSequence], None]
@@ -62,7 +62,7 @@ class Captured:
     failure: str = ""
 
 
-class NullCapture:
+class NullCapture(Observer):
     """Null capture, and the interface between scheduler and capture; while `paused`, new requests are not captured."""
 
     paused = False
@@ -70,20 +70,8 @@ class NullCapture:
     def __init__(self, captured: Captured | None = None) -> None:
         self._previous = captured or Captured()
 
-    def enter(self, request_id: str, live: LiveRequest) -> None:
-        """Note a request that entered the engine."""
-
     def scheduled(self, output: Any) -> None:
         """Note an iteration that goes to the model runner."""
-
-    def landed(self) -> None:
-        """Note that the output of the oldest iteration in flight is known."""
-
-    def leave(self, request_id: str, live: LiveRequest, finish_reason: str) -> None:
-        """Note a request that left the engine, after `landed` for its last iteration."""
-
-    def idle(self) -> None:
-        """Hand over all ended requests: no request is left."""
 
     def stop(self) -> Captured:
         """Stop capturing, drop the rows of running requests and return the statistics."""
@@ -98,14 +86,14 @@ class NullCapture:
 class Capture(NullCapture, ABC):
     """Captures each request that arrives from now on and ends with "stop" or "length"."""
 
-    def enter(self, request_id: str, live: LiveRequest) -> None:
+    def arrived(self, live: LiveRequest) -> None:
         if not self.paused:
-            self.keep(request_id, live.prompt_id, len(live.prompt))
+            self.keep(live.name, live.prompt_id, len(live.prompt))
 
-    def leave(self, request_id: str, live: LiveRequest, finish_reason: str) -> None:
-        whole = finish_reason in ("stop", "length")
+    def left(self, live: LiveRequest, reason: str | None) -> None:
+        whole = reason in ("stop", "length")
         text = np.array([*live.prompt, *live.output], np.int32) if whole else None
-        self.hand_over(request_id, live.key, len(live.prompt), text)
+        self.hand_over(live.name, live.key, len(live.prompt), text)
 
     @abstractmethod
     def keep(self, request_id: str, prompt_id: str, prompt_tokens: int) -> None:
@@ -165,7 +153,7 @@ class RunnerCapture(Capture):
             self._store.open(request_id)
             self._prompts[request_id] = prompt_id, prompt_tokens
 
-    def landed(self) -> None:
+    def returned(self) -> None:
         self._call(lambda: self._copies.land(self._store))
 
     def hand_over(self, *ended: Any) -> None:
@@ -246,15 +234,16 @@ class RemoteCapture(Capture):
             setattr(output, _ATTRIBUTE, self._orders)
             self._orders = []
 
-    def landed(self) -> None:
-        self._orders.append(("landed", ()))
+    def returned(self) -> None:
+        self._orders.append(("returned", ()))
 
     def hand_over(self, *args: Any) -> None:
         self._orders.append(("hand_over", args))
 
     def idle(self) -> None:
         orders, self._orders = self._orders, []
-        self._ask("execute", orders)
+        if orders:
+            self._ask("execute", orders)
 
     def stop(self) -> Captured:
         self._orders = []
@@ -273,12 +262,14 @@ def start_capture(core: Any, sink: bytes | Sink | None, max_bytes: int) -> None:
 
     The sink is pickled for other processes. Running requests hold at most `max_bytes`.
     """
-    scheduler, executor = core.scheduler, core.model_executor
-    scheduler.capture = NullCapture(scheduler.capture.stop())
+    before, control, executor = core.scheduler.capture, core.scheduler.control, core.model_executor
+    capture = NullCapture(before.stop())
     if sink is not None:
         executor.collective_rpc(_attach, args=(sink, max_bytes))
         worker = getattr(executor, "driver_worker", None)
-        scheduler.capture = RemoteCapture(executor) if worker is None else getattr(worker.model_runner, _ATTRIBUTE)
+        capture = RemoteCapture(executor) if worker is None else getattr(worker.model_runner, _ATTRIBUTE)
+    core.scheduler.capture = capture
+    control.observers = (*(each for each in control.observers if each is not before), capture)
 
 
 def _attach(worker: Any, sink: bytes | Sink, max_bytes: int) -> None:

@@ -12,8 +12,7 @@ user's.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cache, partial, wraps
@@ -36,10 +35,10 @@ from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.environment import hardware
-from tltlab.runtime.engine.generation import LiveRequest
 from tltlab.runtime.engine.guard import FAULTS, Guard
-from tltlab.runtime.engine.recording import BRINGS_WEIGHTS, LiveRecording
-from tltlab.runtime.engine.tracker import Scheduled
+from tltlab.runtime.engine.recording import BRINGS_WEIGHTS, LiveRecording, Newest
+from tltlab.runtime.engine.requests import LiveRequest
+from tltlab.runtime.engine.tracker import Iteration
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.recording import recording_of
 
@@ -84,12 +83,9 @@ class Watch:
         self.recording: LiveRecording | None = _starting_to_record().call(_recording, scheduler, control, settings)
         # False for diffusion and pooling, where an iteration does not yield one token per request.
         self._decodes = bool(getattr(scheduler, "num_sampled_tokens_per_step", 1))
-        self._samples: dict[tuple[int, str], int] = {}
+        self._samples = Newest[tuple[int, str], int](REMEMBERED)
         self._least_sample = self._num_nameless = 0
-        self._in_flight: deque[Scheduled] = deque()
         self._batch: list[str] = []
-        # Number of tokens that clients have of requests that they abort.
-        self._got: dict[str, int] = {}
         self._detokenizing = Guard("stop strings are recorded as aborts:", "the engine continues")
 
     @property
@@ -121,21 +117,14 @@ class Watch:
 
     def _enter(self, request: Request, key: Key) -> LiveRequest:
         rl_step, prompt_id, sample, _ = key
-        if not self.control.live:
-            # The last iteration in flight of requests that are gone is not counted (`Control.add`).
-            self._land(self.control.departing)
-        least = self._samples.pop((rl_step, prompt_id), 0)
-        self._samples[rl_step, prompt_id] = max(least, sample + 1)
-        if len(self._samples) > REMEMBERED:
-            self._least_sample = max(self._least_sample, self._samples.pop(next(iter(self._samples))))
+        least = self._samples.get((rl_step, prompt_id), 0)
+        if (oldest := self._samples.put((rl_step, prompt_id), max(least, sample + 1))) is not None:
+            self._least_sample = max(self._least_sample, oldest[1])
         prompt = list(request.prompt_token_ids or ())
         drafting = drafting_of(request.sampling_params)
-        live = self.control.add(
+        return self.control.add(
             request.request_id, key, prompt, request._output_token_ids, request.max_tokens, drafting
         )
-        if (recording := self._open_recording) is not None:
-            recording.arrived(live)
-        return live
 
     def ended(self, request: Request) -> None:
         """Note the end of a request's turn, before vLLM has it await the next one, with its own status."""
@@ -144,23 +133,20 @@ class Watch:
 
     def left(self, request: Request) -> LiveRequest | None:
         """Remove and return a request that is about to be freed."""
-        name, reason, recording = request.request_id, request.get_finished_reason(), self._open_recording
-        if (live := self.control.live.get(name)) is None:
+        if (live := self.control.live.get(request.request_id)) is None:
             return None
-        got = self._got.pop(name, None)
-        if got is None and recording is not None:
-            reason, end_s = live.ended or (reason, self.control.tracker.clock())
-            if (got := self._stopped_at(request, str(reason) == "stop")) is not None:
+        reason, got = request.get_finished_reason(), live.got
+        if got is None and self._open_recording is not None:
+            ended, end_s = live.ended or (str(reason), self.control.tracker.clock())
+            if (got := self._stopped_at(request, ended == "stop")) is not None:
                 live.ended = "stop", end_s
-        in_flight = any(name in work.request_ids for work in self._in_flight)
-        self.control.finish(name, got, in_flight=in_flight)
-        if recording is not None:
-            recording.left(live, None if reason is None else str(reason), in_flight=in_flight)
-        return live
+        return self.control.finish(live.name, None if reason is None else str(reason), got)
 
     def note_delivered(self, num_tokens: Mapping[str, int]) -> None:
         """Note how many tokens clients have of requests that they are about to abort."""
-        self._got |= {name: num for name, num in num_tokens.items() if name in self.control.live}
+        for name, got in num_tokens.items():
+            if (live := self.control.live.get(name)) is not None:
+                live.got = got
 
     def _stopped_at(self, request: Request, at_token: bool) -> int | None:
         """Return `_stopped_at` by the tokenizer of vLLM's engine core; None without one, or once it has failed."""
@@ -171,15 +157,7 @@ class Watch:
         got: int | None = self._detokenizing.call(_stopped_at, request, tokenizer, at_token)
         return got
 
-    def _land(self, names: Iterable[str]) -> None:
-        """Record the ends of requests in `departing`, whose last iteration has landed."""
-        for name in list(names):
-            live = self.control.departing[name]
-            self.control.landed(name)
-            if (recording := self._open_recording) is not None:
-                recording.landed(live.key)
-
-    def scheduled(self, output: SchedulerOutput) -> Scheduled:
+    def scheduled(self, output: SchedulerOutput) -> Iteration:
         """Return the batch of an iteration."""
         ids = list(output.num_scheduled_tokens)
         # The same list object for the same batch, by which `Control` recognises it.
@@ -191,51 +169,37 @@ class Watch:
         computed += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
         # All scheduled tokens but one per request that has output already.
         prefill = undrafted - self._decodes * len(ids)
-        for i in self.control.awaiting_first_token:
+        for i in self.control.waiting:
             prefill += i in output.num_scheduled_tokens and _has_no_output(scheduler.requests[i])
-        work = Scheduled(
+        return Iteration(
             request_ids=ids,
             drafts=drafts if self._decodes else {},  # a diffusion model's are canvases
             waiting=len(scheduler.waiting),
             context_tokens=computed + undrafted,
             prefill_tokens=prefill,
         )
-        self._in_flight.append(work)
-        return work
 
-    def watched(self, work: Scheduled, depth: int) -> None:
+    def watched(self, work: Iteration, depth: int) -> None:
         """Record an iteration without a policy, whose drafts vLLM makes by its own method, `depth` tokens deep."""
         speculative = self.scheduler.vllm_config.speculative_config
         self.control.watched(work, _chain(str(speculative.method), depth) if speculative else NO_SPECULATION)
 
-    def returned(self, output: SchedulerOutput, model_output: Any) -> Scheduled | None:
-        """Process the model's output for the oldest iteration in flight; return its batch, None where nothing ran."""
+    def returned(self, output: SchedulerOutput, model_output: Any) -> Iteration | None:
+        """Process the model's output for the oldest iteration in flight and return it; None where nothing ran."""
         if not output.num_scheduled_tokens:
             return None
-        work = self._in_flight.popleft()
+        work = self.control.tracker.in_flight[0]
         if (graph := getattr(model_output, "cudagraph_stats", None)) is not None:
             work.graph = GRAPH_KINDS[graph.runtime_mode], graph.num_padded_tokens
         with self.control.inside:
             counts = _counts(work.request_ids, model_output)
-        self.control.sampled(work, counts)
-        if departing := self.control.departing:
-            self._land(departing.keys() - set().union(*(work.request_ids for work in self._in_flight)))
-        return work
+        return self.control.sampled(counts)
 
-    def applied(self) -> None:
-        """Note that the scheduler has applied an output to its requests."""
-        if not self.freed() and (recording := self._open_recording) is not None:
-            recording.iterated()
-
-    def freed(self) -> bool:
-        """Note that a request was freed, by its end, an abort or an error; True if the engine is idle."""
+    def freed(self) -> None:
+        """Note that an output was applied to requests, or one was freed: the engine may have become idle."""
         # Streaming sessions that await their next input do not run.
-        if len(self.control.live) > getattr(self.scheduler, "num_waiting_for_streaming_input", 0):
-            return False
-        self.control.idle()
-        if (recording := self._open_recording) is not None:
-            recording.idle()
-        return True
+        if len(self.control.live) <= getattr(self.scheduler, "num_waiting_for_streaming_input", 0):
+            self.control.idle()
 
     def drafted(self, draft_token_ids: Any) -> None:
         """Record the time of vLLM's own drafting."""
@@ -267,7 +231,7 @@ class Watch:
             # An exception would end the engine and all its requests.
             logger.warning("a request's %s must be [rl_step, prompt_id, sample, turn], ignored: %r", EXTRA, extra)
             return None
-        if key not in self.control.keys and (recording is None or recording.is_new(key)):
+        if key not in self.control.by_key and (recording is None or recording.is_new(key)):
             return key
         # The `n` responses to a prompt are requests with the same key.
         return key[0], key[1], self._samples.get(key[:2], self._least_sample), key[3]
@@ -344,7 +308,7 @@ class _RecordOnly:
             "_update_request_as_session": (self._before_turn, lambda session, *_: watch.continued(session, self._turn)),
             "schedule": (lambda *_: watch.control.iteration_starts(), None),
             "_update_after_schedule": (self._note_iteration, None),
-            "update_from_output": (watch.returned, lambda *_: watch.applied()),
+            "update_from_output": (watch.returned, lambda *_: watch.freed()),
             "update_draft_token_ids": (watch.drafted, None),
             "_handle_stopped_request": (watch.ended, None),
             "_free_request": (lambda request, *_: watch.left(request), lambda *_: watch.freed()),
@@ -548,11 +512,10 @@ class PolicyScheduler(Scheduler):
             self.guard.call(self._enter, self.watch.entered, request)
 
     def _enter(self, watch: Callable[..., LiveRequest | None], request: Request, *before: LiveRequest | None) -> None:
-        if (live := watch(request, *before)) is not None:
-            self.capture.enter(request.request_id, live)
-            if live.drafting == "none beside":
-                for running in self.running:
-                    running.spec_token_ids = []
+        live = watch(request, *before)
+        if live is not None and live.drafting == "none beside":
+            for running in self.running:
+                running.spec_token_ids = []
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         # The next input of a streaming session: output so far becomes prompt, and the input starts a turn.
@@ -583,7 +546,7 @@ class PolicyScheduler(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         self.guard.call(self._note_output, scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.guard.call(self.watch.applied)
+        self.guard.call(self.watch.freed)
         if not self.requests:
             self._due_ids = None
         return outputs
@@ -591,7 +554,6 @@ class PolicyScheduler(Scheduler):
     def _note_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> None:
         if (work := self.watch.returned(scheduler_output, model_runner_output)) is None:
             return
-        self.capture.landed()
         if self._beside and (self._has_drafts or self.control.tracker.in_force.strategy.speculates):
             self._due_ids = work.request_ids
 
@@ -638,21 +600,16 @@ class PolicyScheduler(Scheduler):
         return bool(super()._handle_stopped_request(request))
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self.guard.call(self._leave, request)
+        self.guard.call(self.watch.left, request)
         freed = super()._free_request(request, *args, **kwargs)
         self.guard.call(self.watch.freed)
         if not self.requests:
             self._due_ids = None
-            self.guard.call(self.capture.idle)
         return freed
 
     def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
         self.guard.call(self.control.end_iteration)
         super().set_pause_state(*args, **kwargs)
-
-    def _leave(self, request: Request) -> None:
-        if (live := self.watch.left(request)) is not None:
-            self.capture.leave(request.request_id, live, str(request.get_finished_reason()))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self.new_weights()

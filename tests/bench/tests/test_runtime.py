@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from bench.runtime import run
@@ -32,8 +33,8 @@ def rollout(lengths: list[int], finishes: list[float], iterations: list[dict]) -
     ]
     return Rollout(
         responses=responses,
-        iterations=iterations,
-        decisions=[],
+        iterations=pa.Table.from_pylist(iterations),
+        decisions=pa.table({}),
         duration_s=max(finishes) + 0.5,
         recorder_s=0.1,
         policy_s=0.2,

@@ -9,7 +9,7 @@ import pytest
 from bench import seam
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.tracker import Scheduled
+from tltlab.runtime.engine.tracker import Iteration
 from tltlab.runtime.engine.vllm import starting
 
 
@@ -49,7 +49,7 @@ def test_the_context_is_that_of_the_current_batch(tmp_path: Path, monkeypatch: p
         control, contexts = played.control, []
         scheduled = control.scheduled
 
-        def check(what: Scheduled) -> int:
+        def check(what: Iteration) -> int:
             live = [control.live[name] for name in what.request_ids]
             contexts.append((what.context_tokens, sum(len(one.prompt) + len(one.output) for one in live)))
             return int(scheduled(what))

@@ -32,8 +32,7 @@ class Engine:
         name = str(next(self._number))
         self.recording.arrives(None if key is None else key[0])
         rl_step = self.control.tracker.rl_step
-        live = self.control.add(name, key or (rl_step, f"p{prompt}", int(name), 0), [prompt], [], 99)
-        self.recording.arrived(live)
+        self.control.add(name, key or (rl_step, f"p{prompt}", int(name), 0), [prompt], [], 99)
         return name
 
     def iterates(self, seconds):
@@ -45,15 +44,13 @@ class Engine:
         self.now += seconds
         for live in lives.values():
             live.output.append(7)
-        self.control.sampled(what, [1] * len(lives))
-        self.recording.iterated()
+        self.control.sampled([1] * len(lives))
 
     def leaves(self, *names, reason="stop", got=None):
         for name in names:
-            self.recording.left(self.control.finish(name, got), reason)
+            self.control.finish(name, reason, got)
         if not self.control.live:
             self.control.idle()
-            self.recording.idle()
 
     def serves(self, num=1, seconds=1.0):
         """Some requests, together, of one token each."""

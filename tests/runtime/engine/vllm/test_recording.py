@@ -426,9 +426,7 @@ def test_a_busy_engine_is_recorded_continuously(recorded, monkeypatch):
     durable = sum(len(table) for chunk in chunks_of(folder) if (table := chunk.tables().get("iterations")) is not None)
     assert durable > 0
     tracker = recorded.recording.control.tracker
-    assert tracker.num_ended <= 6
-    assert tracker._iterations == []
-    assert len(tracker.first_token_s) <= 2
+    assert len(tracker.ended) <= 6
     drain(engine)
     trace = recorded.trace()
     assert len(trace.outcomes) == number
