@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import pyarrow as pa
+from typing import Any, Protocol
 
 from tltlab.drafters.base import Key
 from tltlab.errors import RunError
@@ -93,14 +91,15 @@ class GenerationResponse:
 class Rollout:
     """One engine's share of a rollout: responses in the order of the requests, rows for the trace, seconds.
 
+    `iterations` and `decisions` are `pa.Table`s of an engine, and sequences of rows once a worker has packed them.
     `recorder_s` were spent in the tracker, `policy_s` on choosing, sharing out and learning, `drafting_s` in drafters
     next to the scheduler (feeding and look-ups). `follow_ups` are the requests of later turns; their responses come
     after the others. `notes` are messages for the user.
     """
 
     responses: list[GenerationResponse]
-    iterations: pa.Table
-    decisions: pa.Table
+    iterations: Any
+    decisions: Any
     duration_s: float
     recorder_s: float
     policy_s: float

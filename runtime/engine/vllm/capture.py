@@ -469,6 +469,8 @@ class RowStore:
         starts = positions[bounds[:-1]]
         ends = starts + counts
         first, end, _, high = self._spans[:, slots]
+        # Odd is a request without a slot, one whose rows do not continue those before, and one that needs another page:
+        # one of these numbers is negative then, and a bitwise OR is negative where any of its numbers is.
         odd = np.flatnonzero((slots | (starts - first) | (end - starts) | (high - ends)) < 0)
         if len(odd):
             for i in odd:

@@ -219,6 +219,23 @@ def test_undelivered_tokens_are_not_counted(engine):
     assert list(map(len, trace.tokens["token_ids"])) == [3, 6]
 
 
+def test_tokens_become_durable_with_their_outcome(engine):
+    """Not before the last iteration of their request has its output: each flush is a trace by itself."""
+    engine.serves()
+    name = engine.arrives()
+    engine.control.iteration_starts()
+    engine.control.scheduled(scheduled(name))
+    engine.leaves(name, reason="abort")
+    found = []
+    for land in (lambda: None, lambda: engine.control.sampled([1])):
+        land()
+        engine.recording._write()
+        trace = read(engine.path)
+        found.append((len(trace.outcomes), len(trace.tokens)))
+    assert found == [(1, 1), (2, 2)]
+    assert trace.outcomes["discarded_tokens"].tolist() == [0, 1]
+
+
 def test_durable_rows_are_readable_while_recording(engine):
     engine.serves(2)
     engine.arrives()
