@@ -51,8 +51,10 @@ _MANIFEST = "manifest"
 def finish_reason_of(finish_reason: str | None, num_tokens: int) -> str:
     """Return the one of `FINISH_REASONS` for vLLM's reason: a repetition stop is a stop, a failure an abort.
 
-    >>> finish_reason_of("repetition", 7), finish_reason_of("error", 7), finish_reason_of("stop", 0)
-    ('stop', 'abort', 'abort')
+    >>> [finish_reason_of(reason, 7) for reason in (None, "stop", "length", "repetition", "abort", "error", "of later")]
+    ['stop', 'stop', 'length', 'stop', 'abort', 'abort', 'abort']
+    >>> finish_reason_of("stop", 0)
+    'abort'
     """
     ended = {"stop": "stop", "length": "length", "repetition": "stop"}.get(finish_reason or "stop", "abort")
     return ended if num_tokens else "abort"

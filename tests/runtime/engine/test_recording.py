@@ -12,7 +12,7 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.recording import LiveRecording, finish_reason_of
+from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.trace import read
 
@@ -245,12 +245,6 @@ def test_durable_rows_are_readable_while_recording(engine):
     assert "unfinished" in trace.manifest.notes
     assert "1 requests (rl_step 0)" in trace.manifest.notes
     assert engine.trace().outcomes["finish_reason"].tolist() == ["stop", "stop", "abort"]
-
-
-def test_a_reason_that_nobody_knows_is_an_abort():
-    reasons = (None, "stop", "length", "repetition", "abort", "error", "of a later vLLM")
-    assert [finish_reason_of(reason, 3) for reason in reasons] == ["stop", "stop", "length", "stop", *["abort"] * 3]
-    assert finish_reason_of("stop", 0) == "abort"
 
 
 class Disk:

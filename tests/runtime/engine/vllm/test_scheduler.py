@@ -452,14 +452,3 @@ def test_nameless_requests_of_a_server_let_drafters_forget_in_time(roomy, monkey
     worker.scheduler.control.end()
     worker.add(2, *map(str, range(7)), key="none")
     assert [live.key[0] for live in worker.scheduler.control.live.values()] == [3, 3, 3, 4, 4, 4, 5]
-
-
-def test_every_token_is_counted_once_and_nothing_stays(roomy):
-    worker = Overlapped.of(roomy)
-    worker.add(11, "a")
-    worker.add(7, "b")
-    requests = dict(worker.scheduler.requests)
-    worker.goes_on()
-    worker.ends(kept=2)
-    assert [len(requests[i].output_token_ids) for i in "ab"] == [11, 7]
-    assert worker.scheduler.control.live == {}
