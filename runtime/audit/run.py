@@ -348,8 +348,8 @@ class AuditedEngine:
                 )
                 for a, r in zip(requests, rollout.responses, strict=True)
             ],
-            num_drafted=sum(row["num_drafted"] for row in rollout.iterations),
-            num_accepted=sum(row["num_accepted"] for row in rollout.iterations),
+            num_drafted=sum(rollout.iterations["num_drafted"].to_pylist()),
+            num_accepted=sum(rollout.iterations["num_accepted"].to_pylist()),
         )
 
 

@@ -12,15 +12,15 @@ A scheduler calls `Control`, which holds requests and drafters, the policy in a 
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
 
 from tltlab.coordination.canary import Alarm
 from tltlab.drafters.base import Key
@@ -30,24 +30,24 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.state import Choice, RequestState, StepOutcome, StepState, recent_acceptance
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.schema import Row
 
 from .drafter_pool import DrafterPool, ResponseTokens
-from .generation import BatchRequests, Drafting, LiveRequest, describe_exception, notify
+from .guard import Guard, notify
 from .metrics import Samples, Tally
-from .tracker import Clock, Iteration, IterationTracker, SampledTokens, Scheduled, Stopwatch
-
-logger = logging.getLogger(__name__)
-
+from .requests import BatchRequests, Drafting, LiveRequest, Observer
+from .tracker import Clock, Iteration, IterationTracker, SampledTokens, Stopwatch
 
 _DraftOrders = tuple[list[int], list[LiveRequest], list[tuple[Key, int]]]
 """Positions in the batch, requests at these positions, and (key, draft tokens) of each."""
 
 
 class Control:
-    """Calls a policy once per engine iteration, allots drafts and delivers outcomes.
+    """Calls a policy once per engine iteration, allots drafts and delivers outcomes; knows where each request is.
 
-    `add` and `finish` report requests at any time; `awaiting_first_token` holds the ids of those without output.
+    `add` and `finish` report requests at any time. Requests are in `live` by name and in `by_key`, those without output
+    also in `waiting`. One that finishes while an iteration of it is in flight is `departing` until that has its output.
+    `observers` are told of all that: a recording and a capture.
+
     `begin` opens a rollout, `end` closes it and returns its rows (`IterationTracker`). An iteration calls
     `iteration_starts`, `scheduled`, `sampled` and, if drafts are made next to the scheduler, `drafts`, each O(batch);
     requests are read one by one only for drafts or a policy that reads them. Without a policy
@@ -78,20 +78,20 @@ class Control:
         self._policy: Policy | None = None
         self.inside = Stopwatch(clock)
         self.drafting = Stopwatch(clock)
-        self.failure = ""
+        self.guard = Guard("the policy raised", "the engine continues without speculation", self._decode_plainly)
         self.live: dict[str, LiveRequest] = {}
-        self.keys: set[Key] = set()
-        self.awaiting_first_token: set[str] = set()
-        # Ids of requests that allow no drafts for any request in the batch.
-        self._draftless: set[str] = set()
+        self.by_key: dict[Key, LiveRequest] = {}
+        self.waiting: dict[str, LiveRequest] = {}
+        self.departing: dict[str, LiveRequest] = {}
+        self.observers: tuple[Observer, ...] = ()
+        # Number of requests that allow no drafts for any request in the batch.
+        self._draftless = 0
         self.repeats = False
         self._turn = 0
         # Lower bound of `_room` over all requests.
         self._least_room = 0
         # Ids, positions and requests of the last batch, if all its requests have output.
         self._batch_places: tuple[Sequence[str], list[int], list[LiveRequest]] | None = None
-        # Requests that have ended with an iteration in flight.
-        self.departing: dict[str, LiveRequest] = {}
         self._sampled = SampledTokens()
         self.alarm = Alarm(notify)
 
@@ -102,14 +102,27 @@ class Control:
 
     def set_selector(self, selector: Selector | None, budget: DraftBudget | None = None) -> None:
         """Use `selector` from now on, None for plain decoding; ConfigError if this engine cannot run it."""
-        self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies)
-        if selector is not None:
+        if selector is None:
+            self._decode_plainly()
+        else:
+            self.drafters.use(selector.strategies, self.live.values())
             selector.drafts_with(self.drafters.registry)
             refuse_needs(selector)
-        self.driver.take(selector, budget)
-        self.repeats = selector is not None and self.drafters.repeats(selector.strategies, self.driver.budget)
-        self._batch_places, self._least_room = None, 0
-        self.failure = ""
+            self.driver.take(selector, budget)
+            self.repeats = self.drafters.repeats(selector.strategies, self.driver.budget)
+            self._batch_places, self._least_room = None, 0
+        self.guard.failure = ""
+
+    @property
+    def failure(self) -> str:
+        """What was raised in the policy, or around it, since it was set; empty for nothing."""
+        return self.guard.failure
+
+    def _decode_plainly(self) -> None:
+        """Draft nothing more, so that running requests complete."""
+        self.drafters.use([NO_SPECULATION], self.live.values())
+        self.driver.take(None)
+        self.repeats, self._batch_places, self._least_room = False, None, 0
 
     def suspend(self) -> None:
         """Decode plainly until `resume`; the policy neither chooses nor learns."""
@@ -128,8 +141,10 @@ class Control:
     def learn_lengths(self, lengths: Sequence[tuple[Key, int]]) -> None:
         """Deliver the lengths of other workers' responses to the budget."""
         for key, num_tokens in lengths:
-            live = LiveRequest(key=key, prompt=(), output=range(num_tokens), max_response_tokens=max(num_tokens, 1))
-            self._notify_budget(live)
+            cap = max(num_tokens, 1)
+            self._notify_budget(
+                LiveRequest(name="", key=key, prompt=(), output=range(num_tokens), max_response_tokens=cap)
+            )
 
     @property
     def seconds(self) -> tuple[float, float, float]:
@@ -174,11 +189,11 @@ class Control:
         self.drafters.begin(rl_step)
         self.driver.begin(rl_step)
 
-    def end(self) -> tuple[list[Row], list[Row], dict[Key, float]]:
-        """Close the rollout; return rows of iterations, rows of decisions, and first-token times by key."""
+    def end(self) -> tuple[pa.Table, pa.Table]:
+        """Close the rollout; return its tables of iterations and decisions."""
         with self.inside:
             self.tracker.end()
-            return self.tracker.iterations, self.tracker.decisions, self.tracker.first_token_s
+            return self.tracker.drain().tables()
 
     def advance(self, rl_step: int) -> None:
         """Outside of rollouts, let drafters drop state of RL steps before `rl_step`."""
@@ -188,7 +203,7 @@ class Control:
 
     def add(
         self,
-        request_id: str,
+        name: str,
         key: Key,
         prompt: Sequence[int],
         output: Sequence[int],
@@ -197,16 +212,25 @@ class Control:
     ) -> LiveRequest:
         """Add a request that enters the engine; `output` is a live view of its tokens."""
         if not self.live:
+            # The last iteration in flight of requests that are gone is not counted: it may have waited for this one.
+            self.land(list(self.departing))
             self.tracker.drop_in_flight()
-        live = LiveRequest(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens, drafting=drafting)
-        self.live[request_id] = live
-        if drafting == "none beside":
-            self._draftless.add(request_id)
+        live = LiveRequest(
+            name=name,
+            key=key,
+            prompt=prompt,
+            output=output,
+            max_response_tokens=max_tokens,
+            drafting=drafting,
+            arrived_s=self.tracker.clock(),
+        )
+        self.live[name] = self.by_key[key] = self.waiting[name] = live
+        self._draftless += drafting == "none beside"
         self._least_room = min(self._least_room, self._room(live))
         self._batch_places = None
-        self.keys.add(key)
-        self.awaiting_first_token.add(request_id)
-        self.drafters.open(key, prompt, output, own=drafting == "own" and self.repeats)
+        self.drafters.open(live, own=drafting == "own" and self.repeats)
+        for observer in self.observers:
+            observer.arrived(live)
         return live
 
     def _drafts_for(self, live: LiveRequest) -> bool:
@@ -216,33 +240,41 @@ class Control:
         """Most tokens worth drafting for a request: verification adds one token of its own."""
         return max(live.max_response_tokens - len(live.output) - 1, 0) if self._drafts_for(live) else 0
 
-    def finish(self, request_id: str, got: int | None = None, *, in_flight: bool = False) -> LiveRequest | None:
-        """Remove and return a request that leaves the engine, complete or aborted.
+    def finish(self, name: str, reason: str | None = None, got: int | None = None) -> LiveRequest | None:
+        """Remove and return a request that leaves the engine, complete or aborted, for vLLM's `reason`.
 
-        Its client `got` its first tokens, by default all of them. With `in_flight` the request is in an iteration
-        without output yet, and `landed` follows.
+        Its client `got` its first tokens, by default all of them.
         """
         self.settle()
-        live = self.live.pop(request_id, None)
+        live = self.live.pop(name, None)
         self._batch_places = None
-        self._draftless.discard(request_id)
-        self.awaiting_first_token.discard(request_id)
-        if live is not None:
-            self.keys.discard(live.key)
-            self.drafters.close(live.key)
-            self._notify_budget(live)
-            live.kept = len(live.output) if got is None else min(got, len(live.output))
-            if in_flight:
-                self.departing[request_id] = live
-            else:
-                self._sampled.subtract(request_id, live.computed - live.kept)
+        if live is None:
+            return None
+        self.by_key.pop(live.key, None)
+        self.waiting.pop(name, None)
+        self._draftless -= live.drafting == "none beside"
+        self.drafters.close(live)
+        self._notify_budget(live)
+        live.kept = len(live.output) if got is None else min(got, len(live.output))
+        for observer in self.observers:
+            observer.left(live, reason)
+        self.departing[name] = live
+        if not any(name in iteration.request_ids for iteration in self.tracker.in_flight):
+            self.land([name])
         return live
 
+    def land(self, names: Iterable[str]) -> None:
+        """Note that requests in `departing` are in no iteration in flight any more."""
+        self.settle()
+        for name in names:
+            live = self.departing.pop(name)
+            self._sampled.subtract(name, live.computed - (live.kept or 0))
+            for observer in self.observers:
+                observer.landed(live)
+
     def _notify_budget(self, live: LiveRequest) -> None:
-        try:
-            self.driver.finished(cast(RequestState, live), drafted=live.drafted, accepted=live.accepted)
-        except Exception as error:  # the budget may be user code
-            self._disable_policy(error)
+        request = cast(RequestState, live)
+        self.guard.call(lambda: self.driver.finished(request, drafted=live.drafted, accepted=live.accepted))
 
     def iteration_starts(self) -> None:
         """Note that the scheduler begins to assemble an iteration, which ends the previous one."""
@@ -251,46 +283,29 @@ class Control:
         with self.inside:
             self.tracker.start()
 
-    def scheduled(self, work: Scheduled) -> int:
+    def scheduled(self, work: Iteration) -> int:
         """Choose the strategy of the drafts at the iteration's end; return the draft depth for the engine's workers."""
         with self.inside:
             self._work, self._verified = work, self.tracker.schedule(work)
             if self.driver.selector is None:
                 return 0
             choice = self.driver.again(len(work.request_ids), work.waiting, self.tracker.rl_step)
-            if choice is None and (choice := self._choose(work.request_ids)) is None:
+            if choice is None and (choice := self.guard.call(self._choose, work.request_ids)) is None:
                 return 0
             self.tracker.choose(choice)
             return self.drafters.worker_depth(choice.strategy)
 
-    def _choose(self, request_ids: Sequence[str]) -> Choice | None:
-        try:
-            with self.deciding:
-                choice = self.driver.ask(self._state(request_ids))
-                self.drafters.check(choice.strategy)
-                return choice
-        except Exception as error:  # the policy may be user code
-            self._disable_policy(error)
-            return None
+    def _choose(self, request_ids: Sequence[str]) -> Choice:
+        with self.deciding:
+            choice = self.driver.ask(self._state(request_ids))
+            self.drafters.check(choice.strategy)
+            return choice
 
     def _deliver(self, choice: Choice, outcome: StepOutcome, iteration: Iteration) -> None:
-        if self.failure:
-            return
-        try:
-            with self.deciding:
-                self.driver.tell(choice, outcome, iteration.rewarded)
-        except Exception as error:  # the policy may be user code
-            self._disable_policy(error)
+        with self.deciding:
+            self.guard.call(self.driver.tell, choice, outcome, iteration.rewarded)
 
-    def _disable_policy(self, error: Exception) -> None:
-        """Decode plainly after the first exception in a policy, so that running requests complete."""
-        if not self.failure:
-            failure = f"the policy raised {describe_exception(error)}"
-            logger.error("%s; the engine continues without speculation", failure)
-            self.set_selector(None)
-            self.failure = failure
-
-    def watched(self, work: Scheduled, strategy: Strategy) -> None:
+    def watched(self, work: Iteration, strategy: Strategy) -> None:
         """Record an iteration without a policy, at the end of which the engine itself drafts by `strategy`."""
         with self.inside:
             self.tracker.schedule(work)
@@ -332,11 +347,8 @@ class Control:
             return [strategy.reach] * len(lives)
         requests = cast(Sequence[RequestState], lives)
         state = replace(self._state(()), batch=len(lives), strategy=strategy, requests=requests)
-        try:
-            return self.driver.shares(state, strategy)
-        except Exception as error:
-            self._disable_policy(error)
-            return [0] * len(lives)
+        shares: list[int] = self.guard.call(self.driver.shares, state, strategy, otherwise=[0] * len(lives))
+        return shares
 
     def drafts(
         self, request_ids: Sequence[str], learned: Sequence[list[int]], learned_s: float | None
@@ -351,7 +363,7 @@ class Control:
         if strategy.speculates:
             # In order of admission, not of slots, so that a trace determines the drafters' text at each draft.
             with self.drafting:
-                late_s = self.drafters.feed(strategy, self._turn, self.tracker.clock)
+                late_s = self.drafters.feed(strategy, self._turn, self.tracker.clock, self.live.values())
             if self.drafters.behind(strategy):
                 # Drafts made without the latest text are no evidence about the choice.
                 self.tracker.in_force = replace(self.tracker.in_force, learns=False)
@@ -390,40 +402,42 @@ class Control:
             shares = [share for share in shares if share]
         return places, lives, [(live.key, share) for live, share in zip(lives, shares, strict=True)]
 
-    def sampled(self, work: Scheduled, counts: Sequence[int]) -> None:
-        """Process the output of the oldest iteration in flight: each request's new tokens, accepted ones included."""
+    def sampled(self, counts: Sequence[int]) -> Iteration:
+        """Process and return the oldest iteration in flight: each request's new tokens, accepted ones included."""
         with self.inside:
-            if self.awaiting_first_token:
-                for request_id, count in zip(work.request_ids, counts, strict=True):
-                    if count and request_id in self.awaiting_first_token:
-                        self.awaiting_first_token.discard(request_id)
-                        self.tracker.first_token(self.live[request_id].key)
             counted = not self.tracker.drops_next
-            iteration = self.tracker.verified(work, counts)
+            iteration = self.tracker.verified(counts)
+            if self.waiting:
+                now_s = self.tracker.clock()
+                for name, count in zip(iteration.request_ids, counts, strict=True):
+                    if count and (live := self.waiting.pop(name, None)) is not None:
+                        live.first_token_s = now_s
             if counted:
-                self._sampled.add(iteration, work.request_ids, counts)
-            if work.drafts:
-                self._learn(work.request_ids, iteration)
+                self._sampled.add(iteration, counts)
+            if iteration.drafts:
+                self._learn(iteration)
+                # Not kept until the rollout ends.
+                iteration.drafts = {}
             self.tracker.sampled(iteration)
+        for observer in self.observers:
+            observer.returned()
+        if self.departing:
+            flying = self.tracker.in_flight
+            self.land(self.departing.keys() - set().union(*(each.request_ids for each in flying)))
+        return iteration
 
     def settle(self) -> None:
         """Add the tokens sampled so far to `computed` of their requests."""
-        for request_id, num_tokens in self._sampled.drain():
-            if (live := self.live.get(request_id) or self.departing.get(request_id)) is not None:
+        for name, num_tokens in self._sampled.drain():
+            if (live := self.live.get(name) or self.departing.get(name)) is not None:
                 live.computed += num_tokens
 
-    def landed(self, request_id: str) -> None:
-        """Count the last tokens of a request in `departing`: its last iteration has landed."""
-        self.settle()
-        live = self.departing.pop(request_id)
-        self._sampled.subtract(request_id, live.computed - (live.kept or 0))
-
-    def _learn(self, request_ids: Sequence[str], iteration: Iteration) -> None:
+    def _learn(self, iteration: Iteration) -> None:
         """Add the accepted tokens of each draft to its request, and deliver them to its drafter."""
         drafter = iteration.verified.strategy.drafter
         verified: defaultdict[str, list[tuple[Key, int, int]]] = defaultdict(list)
-        for request_id, drafted, accepted in zip(request_ids, iteration.drafted, iteration.accepted, strict=True):
-            if not drafted or (live := self.live.get(request_id)) is None:
+        for name, drafted, accepted in zip(iteration.request_ids, iteration.drafted, iteration.accepted, strict=True):
+            if not drafted or (live := self.live.get(name)) is None:
                 continue
             live.drafted += drafted
             live.accepted += accepted
@@ -446,6 +460,8 @@ class Control:
             self.tracker.pause()
             self.alarm.idle()
             self.driver.idle()
+        for observer in self.observers:
+            observer.idle()
 
 
 def _digest(policy: Policy) -> str:

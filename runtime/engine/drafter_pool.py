@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tltlab.config import counted
 from tltlab.coordination.canary import Canary, CanaryConfig, DraftCounts, DraftPositions, Verdict, check_chances
-from tltlab.drafters.base import Drafter, Key
+from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.budget import DraftBudget, UniformBudget
-from tltlab.drafters.feed import DrafterFeed
 from tltlab.drafters.specs import (
     DEFAULT_DRAFTERS,
     Drafters,
@@ -31,6 +30,7 @@ from tltlab.errors import ConfigError, RunError, did_you_mean
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
+from .requests import LiveRequest
 from .tracker import Clock
 
 ResponseTokens = tuple[Key, Sequence[int], Sequence[int]]
@@ -69,6 +69,58 @@ class DrafterReport:
     verdicts: tuple[Verdict, ...]
 
 
+@dataclass(slots=True, eq=False)
+class _Feed:
+    """A model-free drafter in use, named `name`, and the turn at which it was last fed.
+
+    `behind` is True while text waits to be looked up. A request with an `own` drafter is unknown to the shared one.
+    """
+
+    name: str
+    drafter: Drafter
+    own: dict[Key, Drafter] = field(default_factory=dict)
+    turn: float = -math.inf
+    behind: bool = False
+
+    def open(self, live: LiveRequest, own: Drafter | None) -> None:
+        """Begin a request with its prompt; only `own`, if given, sees its text."""
+        live.shown[self.name] = 0
+        if own is not None:
+            self.own[live.key] = own
+        (own or self.drafter).open(live.key, live.prompt)
+
+    def feed(self, lives: Iterable[LiveRequest]) -> None:
+        """Show the drafter what requests have generated since."""
+        for live in lives:
+            shown = live.shown[self.name]
+            if new := live.output[shown:]:
+                (self.own.get(live.key) or self.drafter).extend(live.key, new)
+                live.shown[self.name] = shown + len(new)
+
+    def propose_all(self, queries: Sequence[tuple[Key, int]]) -> list[Draft]:
+        """Return a draft for each (key, depth), in order."""
+        if not self.own:
+            return self.drafter.propose_all(queries)
+        shared = iter(self.drafter.propose_all([query for query in queries if query[0] not in self.own]))
+        return [self.own[key].propose(key, depth) if key in self.own else next(shared) for key, depth in queries]
+
+    def observe_all(self, verified: Sequence[tuple[Key, int, int]]) -> None:
+        """Report verified drafts, see `Drafter.observe_all`."""
+        if self.own:
+            for draft in verified:
+                if draft[0] in self.own:
+                    self.own[draft[0]].observe(*draft)
+            verified = [draft for draft in verified if draft[0] not in self.own]
+        self.drafter.observe_all(verified)
+
+    def close(self, live: LiveRequest) -> None:
+        """End a request; the rest of its text is shown first."""
+        if self.own.pop(live.key, None) is None:
+            if new := live.output[live.shown[self.name] :]:
+                self.drafter.extend(live.key, new)
+            self.drafter.close(live.key)
+
+
 class DrafterPool(Mapping[str, DrafterState]):
     """Drafters by the names that strategies use; as a mapping it gives policies the state of each.
 
@@ -94,8 +146,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         self._counts: defaultdict[str, DraftCounts] = defaultdict(DraftCounts)
         self.canary = Canary(CanaryConfig())
         self._awaited_state: dict[str, Any] | None = None
-        self._requests: dict[Key, tuple[Sequence[int], Sequence[int], bool]] = {}
-        self._drafter_feeds: dict[str, DrafterFeed] = {}
+        self._drafter_feeds: dict[str, _Feed] = {}
         learned = {name: spec for name, spec in self.specs.items() if isinstance(spec, LearnedSpec)}
         if len(learned) > 1:
             raise ConfigError(f"an engine holds one learned drafter, got {' and '.join(learned)}")
@@ -121,21 +172,23 @@ class DrafterPool(Mapping[str, DrafterState]):
         own = {name: traits_of(type(spec)) for name, spec in self.specs.items() if isinstance(spec, Drafter)}
         return Drafters(specs, own)
 
-    def use(self, strategies: Sequence[Strategy]) -> None:
-        """Feed the drafters that `strategies` name from now on, all if there are none; includes running requests."""
+    def use(self, strategies: Sequence[Strategy], lives: Collection[LiveRequest] = ()) -> None:
+        """Feed the drafters that `strategies` name from now on, all if there are none, with running requests too."""
         for strategy in strategies:
             self.check(strategy)
         # Build all drafters before anything changes: an error leaves the pool unchanged.
         drafters = {name: self._drafter(name) for name in self.model_free(strategies)}
         previous, self._drafter_feeds = self._drafter_feeds, {}
         for name, drafter in drafters.items():
-            feed = self._drafter_feeds[name] = previous.pop(name) if name in previous else DrafterFeed(drafter)
-            for key, (prompt, output, own) in self._requests.items():
-                if key not in feed.texts:
-                    feed.open(key, prompt, output, self._own_drafter(name) if own else None)
+            if name in previous:
+                self._drafter_feeds[name] = previous.pop(name)
+                continue
+            feed = self._drafter_feeds[name] = _Feed(name, drafter)
+            for live in lives:
+                feed.open(live, self._own_drafter(name) if live.alone else None)
         for feed in previous.values():
-            for key in list(feed.texts):
-                feed.close(key)
+            for live in lives:
+                feed.close(live)
 
     def model_free(self, strategies: Sequence[Strategy]) -> tuple[str, ...]:
         """Return the model-free drafters that `strategies` may use, all of them if there are none."""
@@ -203,7 +256,7 @@ class DrafterPool(Mapping[str, DrafterState]):
             return 0
         return strategy.reach
 
-    def feed(self, strategy: Strategy, turn: int, clock: Clock) -> float:
+    def feed(self, strategy: Strategy, turn: int, clock: Clock, lives: Collection[LiveRequest]) -> float:
         """Feed the drafters that `strategy` may ask with newly generated text, requests in order of arrival.
 
         Return the seconds spent on text of turns before `turn`: a drafter not fed in the last k turns has k parts to
@@ -213,14 +266,14 @@ class DrafterPool(Mapping[str, DrafterState]):
         late_s = 0.0
         for name in self._candidates(strategy.drafter):
             feed = self._drafter_feeds[name]
-            drafter, most = feed.drafter, feed.drafter.piece_tokens + self.max_depth * len(feed.texts)
+            drafter, most = feed.drafter, feed.drafter.piece_tokens + self.max_depth * len(lives)
             start_s = entry_s = clock()
             if not feed.behind:
                 # Text of requests that entered or left.
                 feed.behind = not drafter.catch_up(most)
                 entry_s = clock()
             late = feed.behind
-            feed.feed()
+            feed.feed(lives)
             feed.behind = not drafter.catch_up(most)
             late_s += entry_s - start_s + (clock() - entry_s) * (1.0 if late else 1.0 - 1.0 / max(turn - feed.turn, 1))
             feed.turn = turn
@@ -291,21 +344,20 @@ class DrafterPool(Mapping[str, DrafterState]):
             self._weights = replace(self._weights, age=0 if self._fresh else self._weights.age + 1)
             self._fresh = False
 
-    def open(self, key: Key, prompt: Sequence[int], output: Sequence[int] = (), *, own: bool = False) -> None:
-        """Add a request with its prompt; `output` is a view that grows as it generates.
+    def open(self, live: LiveRequest, *, own: bool = False) -> None:
+        """Add a request with its prompt.
 
         With `own` a separate drafter drafts for it from its own text alone, and no other request is drafted for from
         that text. Drafters outside `repeats` ignore `own`.
         """
-        self._requests[key] = prompt, output, own
+        live.alone = own
         for name, feed in self._drafter_feeds.items():
-            feed.open(key, prompt, output, self._own_drafter(name) if own else None)
+            feed.open(live, self._own_drafter(name) if own else None)
 
-    def close(self, key: Key) -> None:
+    def close(self, live: LiveRequest) -> None:
         """Remove a request, its output complete."""
-        del self._requests[key]
         for feed in self._drafter_feeds.values():
-            feed.close(key)
+            feed.close(live)
 
     def remember(self, responses: Iterable[ResponseTokens]) -> None:
         """Add whole responses that the drafters in use did not see grow: (key, prompt, response) each."""

@@ -7,9 +7,10 @@ import pickle
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from tltlab.coordination.canary import CanaryConfig, check_chances
@@ -30,8 +31,18 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .control import Control
 from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport, ResponseTokens
-from .generation import EngineDied, FollowUp, FollowUps, GenerationRequest, PolicyFailed, Rollout, Until
+from .generation import (
+    EngineDied,
+    FollowUp,
+    FollowUps,
+    GenerationRequest,
+    GenerationResponse,
+    PolicyFailed,
+    Rollout,
+    Until,
+)
 from .graphs import CapturedGraphs, GraphPlan
+from .requests import LiveRequest
 
 CAPTURE_SHARE = 0.25
 """Share of a host's free memory for the hidden states of running requests."""
@@ -184,51 +195,25 @@ class Engine:
         the policy raises.
         """
         self._check(requests)
-        try:
-            self.check_alive()
-        except EngineDied as error:
-            raise EngineDied(str(error), [], [r.key for r in requests]) from None
-        self._check_canary()
-        engine = self.llm.llm_engine
-        if engine.has_unfinished_requests():
-            adapter.abort_all(self.llm)
         defaults = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-        params = [adapter.sampling_params(request, defaults) for request in requests]
-        inside_s, deciding_s, drafting_s = self.control.seconds
+        settings = [adapter.sampling_params(request, defaults) for request in requests]
+        before = self.control.seconds
         self.control.begin(rl_step)
-        start = time.perf_counter()
-        outputs: dict[str, tuple[Any, float]] = {}
-        names = {f"{rl_step}.{number}": request for number, request in enumerate(requests)}
-        ended: list[Key] = []
-        turns: dict[str, FollowUp] = {}
+        rollout = _UnderWay(self, rl_step, defaults)
         failure: Exception | None = None
+        tables: tuple[Any, Any] = (None, None)
         try:
-            for (name, request), settings in zip(names.items(), params, strict=True):
-                adapter.add_request(self.llm, name, request, settings)
+            for request, params in zip(requests, settings, strict=True):
+                rollout.ask(request, params)
             with adapter.running(self.llm):
-                while (
-                    engine.has_unfinished_requests() or (follow_ups is not None and follow_ups.pending)
-                ) and not self.control.failure:
-                    for output in self._step() if engine.has_unfinished_requests() else ():
-                        if output.finished:
-                            outputs[output.request_id] = (output.outputs[0], time.perf_counter() - start)
-                            ended.append(names[output.request_id].key)
-                            if follow_ups is not None:
-                                request, now_s = names[output.request_id], outputs[output.request_id][1]
-                                follow_ups.ended(request, output.outputs[0].token_ids, now_s)
+                while rollout.goes_on(follow_ups) and not self.control.failure:
+                    rollout.take(self._step(), follow_ups)
                     if follow_ups is not None and follow_ups.pending:
-                        idle = not engine.has_unfinished_requests()
-                        for follow_up in follow_ups.ready(lambda: time.perf_counter() - start, wait_for_one=idle):
-                            request, name = follow_up.request, f"{rl_step}.{len(names)}"
-                            names[name], turns[name] = request, follow_up
-                            settings = adapter.sampling_params(request, defaults)
-                            adapter.add_request(self.llm, name, request, settings)
+                        rollout.follow_up(follow_ups)
                     self._check_canary()
-                    if until is not None and until(ended):
-                        stop_s = time.perf_counter() - start
-                        outputs |= {name: (output, stop_s) for name, output in adapter.abort_all(self.llm).items()}
-            iterations, decisions, first_token_s = self.control.end()
-            inside_after, deciding_after, drafting_after = self.control.seconds
+                    if until is not None and until(rollout.ended):
+                        rollout.stop()
+            tables = self.control.end()
             self._check_canary()
             if failed := self.control.failure:
                 raise PolicyFailed(f"worker {self.worker}: {failed}")
@@ -238,24 +223,19 @@ class Engine:
         except ConfigError:
             raise
         except Exception as error:  # an engine may fail in any way; complete responses are handed over
-            failure, first_token_s = error, {}
-        duration_s = time.perf_counter() - start
-        whole = [name for name in names if name in outputs]
-        responses = [adapter.response(names[name], *outputs[name], first_token_s, turns.get(name)) for name in whole]
-        lost = [request.key for name, request in names.items() if name not in outputs]
-        if failure is not None or lost:
-            why = f": {type(failure).__name__}: {failure}" if failure is not None else ""
-            message = f"the engine lost {len(lost)} of {len(names)} responses, the first with key {lost[:1]}{why}"
-            raise EngineDied(message, responses, lost) from failure
+            failure = error
+        duration_s = rollout.now_s()
+        rollout.raise_losses(failure)
+        inside_s, deciding_s, drafting_s = np.subtract(self.control.seconds, before).tolist()
         return Rollout(
-            responses=responses,
-            iterations=iterations,
-            decisions=decisions,
+            responses=rollout.responses,
+            iterations=tables[0],
+            decisions=tables[1],
             duration_s=duration_s,
-            recorder_s=(inside_after - inside_s) - (deciding_after - deciding_s),
-            policy_s=deciding_after - deciding_s,
-            drafting_s=drafting_after - drafting_s,
-            follow_ups=[follow_up.request for follow_up in turns.values()],
+            recorder_s=inside_s - deciding_s,
+            policy_s=deciding_s,
+            drafting_s=drafting_s,
+            follow_ups=[asked.request for asked in rollout.asked.values() if asked.turn is not None],
         )
 
     def _check_canary(self) -> None:
@@ -264,8 +244,12 @@ class Engine:
             raise DrafterCollapsed(f"worker {self.worker}: {complaint}")
 
     def _step(self) -> list[Any]:
+        """Run an iteration where a request is left; return vLLM's outputs of requests that have ended."""
+        engine = self.llm.llm_engine
+        if not engine.has_unfinished_requests():
+            return []
         try:
-            return list(self.llm.llm_engine.step())
+            return [output for output in engine.step() if output.finished]
         except Exception as error:
             self._death = f"it failed with {type(error).__name__}: {one_line(error)[:200]}"
             raise
@@ -276,6 +260,7 @@ class Engine:
         return int(self.llm.llm_engine.vllm_config.model_config.max_model_len)
 
     def _check(self, requests: Sequence[GenerationRequest]) -> None:
+        """Raise ConfigError for requests that do not fit, and where the engine cannot generate; abort what runs."""
         room = self.max_model_len
         for request in requests:
             if not 0 < len(request.prompt_token_ids) < room:
@@ -285,6 +270,13 @@ class Engine:
                 )
         if len({request.key for request in requests}) < len(requests):
             raise ConfigError("two requests of one rollout have the same key (rl_step, prompt_id, sample, turn)")
+        try:
+            self.check_alive()
+        except EngineDied as error:
+            raise EngineDied(str(error), [], [r.key for r in requests]) from None
+        self._check_canary()
+        if self.llm.llm_engine.has_unfinished_requests():
+            adapter.abort_all(self.llm)
 
     def remember(self, responses: Iterable[ResponseTokens]) -> None:
         """Add responses generated elsewhere or earlier to the drafters in use: (key, prompt ids, response ids) each."""
@@ -415,6 +407,82 @@ class Engine:
     def close(self) -> None:
         """Release the engine's memory, threads and processes."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request of a rollout, its record, and once it has ended vLLM's output; `turn` if it continues a response."""
+
+    request: GenerationRequest
+    turn: FollowUp | None
+    live: LiveRequest | None = None
+    output: Any = None
+    finish_s: float = 0.0
+
+
+class _UnderWay:
+    """The requests of a rollout by name, and the keys of those that have `ended`, in that order."""
+
+    def __init__(self, engine: Engine, rl_step: int, defaults: Mapping[str, float]) -> None:
+        self.asked: dict[str, _Asked] = {}
+        self.ended: list[Key] = []
+        self._engine, self._rl_step, self._defaults = engine, rl_step, defaults
+        self._start = time.perf_counter()
+
+    def now_s(self) -> float:
+        """Seconds since the rollout began."""
+        return time.perf_counter() - self._start
+
+    def ask(self, request: GenerationRequest, params: Any, turn: FollowUp | None = None) -> None:
+        """Hand a request to vLLM."""
+        name = f"{self._rl_step}.{len(self.asked)}"
+        asked = self.asked[name] = _Asked(request, turn)
+        adapter.add_request(self._engine.llm, name, request, params)
+        asked.live = self._engine.control.by_key.get(request.key)
+
+    def goes_on(self, follow_ups: FollowUps | None) -> bool:
+        """Return True while a request runs, or a tool call from which another one follows."""
+        waits = follow_ups is not None and bool(follow_ups.pending)
+        return waits or bool(self._engine.llm.llm_engine.has_unfinished_requests())
+
+    def take(self, outputs: Sequence[Any], follow_ups: FollowUps | None) -> None:
+        """Process outputs of requests that have ended."""
+        for output in outputs:
+            asked = self.asked[output.request_id]
+            asked.output, asked.finish_s = output.outputs[0], self.now_s()
+            self.ended.append(asked.request.key)
+            if follow_ups is not None:
+                follow_ups.ended(asked.request, asked.output.token_ids, asked.finish_s)
+
+    def follow_up(self, follow_ups: FollowUps) -> None:
+        """Ask for the turns that may begin; wait for one where nothing else runs."""
+        idle = not self._engine.llm.llm_engine.has_unfinished_requests()
+        for turn in follow_ups.ready(self.now_s, wait_for_one=idle):
+            self.ask(turn.request, adapter.sampling_params(turn.request, self._defaults), turn)
+
+    def stop(self) -> None:
+        """Abort the requests that still run, and keep what they have."""
+        stop_s = self.now_s()
+        for name, output in adapter.abort_all(self._engine.llm).items():
+            self.asked[name].output, self.asked[name].finish_s = output, stop_s
+
+    @property
+    def responses(self) -> list[GenerationResponse]:
+        """The responses that are complete, in the order in which they were asked for."""
+        return [self._response(asked) for asked in self.asked.values() if asked.output is not None]
+
+    def _response(self, asked: _Asked) -> GenerationResponse:
+        first_s = asked.live.first_token_s if asked.live is not None else None
+        t_first_token = asked.finish_s if first_s is None else first_s - self._engine.control.tracker.origin
+        return adapter.response(asked.request, asked.output, asked.finish_s, t_first_token, asked.turn)
+
+    def raise_losses(self, failure: Exception | None) -> None:
+        """Raise EngineDied where the engine failed or a request has no output."""
+        lost = [asked.request.key for asked in self.asked.values() if asked.output is None]
+        if failure is not None or lost:
+            why = f": {type(failure).__name__}: {failure}" if failure is not None else ""
+            message = f"the engine lost {len(lost)} of {len(self.asked)} responses, the first with key {lost[:1]}{why}"
+            raise EngineDied(message, self.responses, lost) from failure
 
 
 def _copied(state: State) -> State:

@@ -1,76 +1,13 @@
-"""Requests to an engine, requests in it as policies and drafters see them, responses, and failures."""
+"""Requests to an engine, its responses, and failures."""
 
 from __future__ import annotations
 
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-import tltlab
 from tltlab.drafters.base import Key
 from tltlab.errors import RunError
-from tltlab.traces.schema import Rows
-
-Drafting = Literal["any", "own", "none", "none beside"]
-"""Drafts that a request may have: "any"; only from its "own" text, which makes its tokens repeatable by seed; "none";
-or "none beside", which also excludes drafts for other requests in the batch.
-"""
-
-
-@dataclass(slots=True, kw_only=True)
-class LiveRequest:
-    """A request in the engine, with the fields of `tltlab.state.RequestState`, always current.
-
-    `output` is a live view of its tokens; `drafter` made the draft in flight. `computed` tokens were sampled for it and
-    its client got the first `kept`, both as of `Control.finish`. `ended` is the reason and the time, in seconds of the
-    clock, of a turn that awaits another one.
-    """
-
-    key: Key
-    prompt: Sequence[int]
-    output: Sequence[int]
-    max_response_tokens: int
-    recent_acceptance: float | None = None
-    drafting: Drafting = "any"
-    drafter: str = ""
-    drafted: int = 0
-    accepted: int = 0
-    computed: int = 0
-    kept: int | None = None
-    ended: tuple[str, float] | None = None
-
-    @property
-    def prompt_id(self) -> str:
-        return self.key[1]
-
-    @property
-    def generated_tokens(self) -> int:
-        return len(self.output)
-
-
-class BatchRequests(Sequence[LiveRequest]):
-    """The requests of an iteration, looked up when a policy first reads one: most policies never do."""
-
-    def __init__(self, ids: Sequence[str], live: Mapping[str, LiveRequest]) -> None:
-        self._ids, self._live = ids, live
-
-    @cached_property
-    def _requests(self) -> list[LiveRequest]:
-        return [self._live[i] for i in self._ids if i in self._live]
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._requests[index]
-
-    def __iter__(self) -> Iterator[LiveRequest]:
-        return iter(self._requests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,14 +91,15 @@ class GenerationResponse:
 class Rollout:
     """One engine's share of a rollout: responses in the order of the requests, rows for the trace, seconds.
 
+    `iterations` and `decisions` are `pa.Table`s, or lists of rows once they were read back from a file.
     `recorder_s` were spent in the tracker, `policy_s` on choosing, sharing out and learning, `drafting_s` in drafters
     next to the scheduler (feeding and look-ups). `follow_ups` are the requests of later turns; their responses come
     after the others. `notes` are messages for the user.
     """
 
     responses: list[GenerationResponse]
-    iterations: Rows
-    decisions: Rows
+    iterations: Any
+    decisions: Any
     duration_s: float
     recorder_s: float
     policy_s: float
@@ -186,27 +124,3 @@ class EngineDied(RunError):
 
 class PolicyFailed(RunError):
     """The policy raised during a rollout, which then ran partly under no policy."""
-
-
-def notify(line: str) -> None:
-    """Print a line on standard error, for the user of a program with an engine in it. Raises nothing."""
-    # vLLM's log is often turned off, or part of the program's own output. Standard error may be closed.
-    if sys.stderr is not None:
-        with suppress(OSError, ValueError):
-            print(f"tltlab: {line}", file=sys.stderr, flush=True)
-
-
-def describe_exception(error: Exception) -> str:
-    """Describe an exception: type, message, and the innermost file and line outside of tltlab and of libraries.
-
-    For messages about errors that do not end the program; this function raises none itself.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    package = str(Path(tltlab.__file__).parent)
-    foreign = [at for at in frames if not at.filename.startswith(package) and "site-packages" not in at.filename]
-    location = "".join(f" ({at.filename}, line {at.lineno})" for at in (foreign or frames)[-1:])
-    try:
-        text = str(error)
-    except Exception:
-        text = "it cannot be shown"
-    return f"{type(error).__name__}: {text}{location}"

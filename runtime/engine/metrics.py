@@ -21,6 +21,7 @@ from tltlab.policies.reward import Reward
 from tltlab.state import StepOutcome
 from tltlab.strategy import NO_SPECULATION
 
+from .guard import FAULTS, Guard
 from .tracker import Iteration
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Tally:
         self._counts: defaultdict[tuple[str, ...], float] = defaultdict(float)
         self._relative = Reward("relative")
         self._uncounted: list[Iteration] = []
-        self._failed = False
+        self._guard = Guard("iterations are not counted any more:", "the engine continues")
 
     def add(self, iteration: Iteration) -> None:
         """Add an ended iteration."""
@@ -76,11 +77,8 @@ class Tally:
 
     def _count(self) -> None:
         new, self._uncounted = self._uncounted, []
-        try:
-            self._count_all(() if self._failed else new)
-        except Exception as error:  # a cost model may be anybody's
-            self._failed = True
-            logger.error("iterations are not counted any more: %s: %s", type(error).__name__, error)
+        # A cost model may be anybody's.
+        self._guard.call(self._count_all, new)
 
     def _count_all(self, new: Sequence[Iteration]) -> None:
         counts = self._counts
@@ -141,7 +139,7 @@ class Collector:
         for ask in self.asks:
             try:
                 of_engines += ask()
-            except Exception as error:  # vLLM's own metrics must be served in any case
+            except FAULTS as error:  # vLLM's own metrics must be served in any case
                 logger.debug("an engine was not asked for its metrics: %s: %s", type(error).__name__, error)
         return families(of_engines)
 

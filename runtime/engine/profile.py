@@ -31,6 +31,7 @@ from tltlab.strategy import Strategy
 from .engine import Engine
 from .generation import GenerationRequest, Rollout, Until
 from .graphs import GraphPlan, Runner, plan_graphs
+from .tracker import Iteration
 
 TEMPERATURE = 1.0
 VISITS = 2
@@ -272,19 +273,17 @@ class _Profiler:
         self.engine.set_policy(Fixed(Strategy.chain(self.drafter, cell.depth)))
         if cell.prefill:
             fresh = self.rng.integers(0, self.vocabulary, (_PREFILLS, cell.batch, cell.context)).tolist()
-            rows = [row for prompts in fresh for row in self._generate(cell, prompts).iterations]
+            rows = [row for prompts in fresh for row in self._generate(cell, prompts).iterations.to_pylist()]
             return [row for row in rows if row["prefill_tokens"] == cell.batch * cell.context]
-        timed = 0
+        timed: set[int] = set()
 
         def enough(_: Sequence[Key]) -> bool:
-            nonlocal timed
-            rows = self.engine.control.tracker.iterations
-            timed += bool(rows) and _is_of(rows[-1], cell)
-            return timed >= WARM_UP + self.grid.per_visit
+            timed.update(each.number for each in self.engine.control.tracker.ended[-1:] if _is_of(each, cell))
+            return len(timed) >= WARM_UP + self.grid.per_visit
 
         prompts = [prompt[: cell.context] for prompt in self.prompts[: cell.batch]]
-        rows = [row for row in self._generate(cell, prompts, enough).iterations if _is_of(row, cell)]
-        return rows[WARM_UP:][: self.grid.per_visit]
+        iterations = self._generate(cell, prompts, enough).iterations.to_pylist()
+        return [row for row in iterations if row["iteration"] in timed][WARM_UP:][: self.grid.per_visit]
 
     def _generate(self, cell: Load, prompts: list[list[int]], until: Until | None = None) -> Rollout:
         self.visits += 1
@@ -312,10 +311,10 @@ class _Profiler:
         }
 
 
-def _is_of(row: Mapping[str, Any], cell: Load) -> bool:
+def _is_of(iteration: Iteration, cell: Load) -> bool:
     return (
-        row["batch"] == cell.batch
-        and not row["prefill_tokens"]
-        and row["draft_depth"] == cell.depth == row["next_draft_depth"]
-        and row["num_drafted"] == cell.batch * cell.depth
+        iteration.batch == cell.batch
+        and not iteration.prefill_tokens
+        and iteration.verified.strategy.draft_depth == cell.depth == iteration.next_depth
+        and sum(iteration.drafted) == cell.batch * cell.depth
     )

@@ -7,19 +7,20 @@ sessions (`Grouping`).
 from __future__ import annotations
 
 import atexit
-import logging
 import math
 import os
 import re
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain, count
 from pathlib import Path
-from threading import Event, Lock, Thread
-from typing import Any, ClassVar
+from threading import Event, Thread
+from typing import ClassVar, TypeVar
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
@@ -27,10 +28,12 @@ from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest, Row, columns, is_trace, key_columns
 
 from .control import Control
-from .generation import LiveRequest, describe_exception
+from .guard import FAULTS, Guard
+from .requests import LiveRequest, Observer
 from .tracker import NEWEST, Clock, EndedIterations
 
-logger = logging.getLogger(__name__)
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 _LARGEST = 2**31 - 1
 """Largest of the numbers in a key, as traces have them."""
@@ -39,14 +42,18 @@ _TOKEN_BYTES, _ROW_BYTES = 48, 1024
 _CHUNK = 64
 """Iterations handed to the writing thread at a time."""
 
-_Given = dict[str, Any] | EndedIterations | tuple[str, Row]
+_Given = Mapping[str, Row] | EndedIterations
+"""One row of each of some tables, or of the manifest, which become durable together; or iterations."""
+_MANIFEST = "manifest"
 
 
 def finish_reason_of(finish_reason: str | None, num_tokens: int) -> str:
     """Return the one of `FINISH_REASONS` for vLLM's reason: a repetition stop is a stop, a failure an abort.
 
-    >>> finish_reason_of("repetition", 7), finish_reason_of("error", 7), finish_reason_of("stop", 0)
-    ('stop', 'abort', 'abort')
+    >>> [finish_reason_of(reason, 7) for reason in (None, "stop", "length", "repetition", "abort", "error", "of later")]
+    ['stop', 'stop', 'length', 'stop', 'abort', 'abort', 'abort']
+    >>> finish_reason_of("stop", 0)
+    'abort'
     """
     ended = {"stop": "stop", "length": "length", "repetition": "stop"}.get(finish_reason or "stop", "abort")
     return ended if num_tokens else "abort"
@@ -110,13 +117,29 @@ class Grouping:
         )
 
 
-class LiveRecording:
+class Newest(dict[_Key, _Value]):
+    """The `most` newest entries."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def put(self, key: _Key, value: _Value) -> tuple[_Key, _Value] | None:
+        """Make an entry the newest one; return the oldest, which goes where there are too many."""
+        self.pop(key, None)
+        self[key] = value
+        if len(self) <= self._most:
+            return None
+        oldest = next(iter(self))
+        return oldest, self.pop(oldest)
+
+
+class LiveRecording(Observer):
     """Recording of one engine's requests and iterations, written by a thread; a trace once closed.
 
     Events are durable after `flush_s` at the latest, after about a second where the engine has fallen idle, and earlier
     where more than `flush_bytes` wait. The engine never waits for the disk: where more than `most_bytes` wait, or the
     disk is full or the folder gone, the recording logs that once and has `ended`; durable rows stay. Methods called
-    after the end do nothing; after an internal error the caller calls `give_up`. ConfigError where no recording can be
+    after the end do nothing; calls from an engine go through its `guard`. ConfigError where no recording can be
     made.
 
     The thread closes the recording at the latest when its process ends; a forked process has no part in it. Requests
@@ -136,30 +159,29 @@ class LiveRecording:
 
     def __init__(self, path: str | Path, control: Control, *, model: str, hardware: str, engine: str) -> None:
         self.control = control
+        self.guard = Guard(
+            f"the recording {path} ends here, and the engine continues:",
+            f"durable rows stay in {path}",
+            self.give_up,
+        )
         self.ended = False
-        self._clock = control.tracker.clock
+        # Requests and iterations have their times by the tracker's.
+        self._clock: Clock = lambda: control.tracker.clock()
         self._grouping = Grouping(self._clock)
         self._start_s = self._clock()
         self._origins: dict[int, float] = {}
-        # Seconds of the clock, for running requests whose first token came in an earlier rollout.
-        self._first_token_s: dict[Key, float] = {}
-        # Number of tokens at each weight update, for running requests.
-        self._update_tokens: dict[Key, list[int]] = {}
         self._updates_drafter = False
         self._num_arrived = self._num_tokens = 0
-        self._visits: dict[str, int] = {}
-        self._epochs: dict[tuple[int, str], int] = {}
-        self._arrival_s: dict[Key, float] = {}
-        # Outcomes of ended requests that are still in an iteration in flight.
-        self._departed: dict[Key, tuple[LiveRequest, Row]] = {}
-        self._keys: dict[Key, None] = {}
+        self._visits = Newest[str, int](self.remembered)
+        self._epochs = Newest[tuple[int, str], int](self.remembered)
+        self._keys = Newest[Key, None](self.remembered)
         self._forgotten_rl_step = -1
-        # Fields of the manifest, iterations, and rows of a table. Only the engine's thread adds to `_queued_bytes`.
+        # Only the engine's thread adds to `_queued_bytes`.
         self._queue: deque[tuple[_Given, int]] = deque()
         self._without_iterations: tuple[int, ...] = ()
         self._queued_bytes = self._durable_bytes = 0
         self._is_idle = self._is_closing = False
-        self._wake, self._durable, self._end_lock = Event(), Event(), Lock()
+        self._wake, self._durable = Event(), Event()
         self._process = os.getpid()
         self.path = Path(path)
         self._recorder = Recorder(
@@ -180,6 +202,7 @@ class LiveRecording:
         )
         self._thread = Thread(target=self._write_on, name="tltlab-recording", daemon=True)
         self._thread.start()
+        control.observers += (self,)
         # Before threads end: closing needs the writing thread, also for an engine that is only deleted at exit.
         atexit.register(self.close)
 
@@ -218,7 +241,7 @@ class LiveRecording:
 
     def _has_no_iterations(self, rl_step: int) -> None:
         self._without_iterations += (rl_step,)
-        self._give({"without_iterations": self._without_iterations}, _ROW_BYTES)
+        self._give({_MANIFEST: {"without_iterations": self._without_iterations}})
 
     def _end_rollout(self) -> None:
         """End the rollout's last iteration at its own end, and hand over all rows."""
@@ -233,9 +256,6 @@ class LiveRecording:
             # All its requests continue in the iterations of the next RL step.
             self._has_no_iterations(tracker.rl_step)
         self._end_rollout()
-        for live in self.control.live.values():
-            if (first_s := tracker.first_token_s.get(live.key)) is not None:
-                self._first_token_s[live.key] = tracker.origin + first_s
         self.control.begin(rl_step)
         self._grouping.begin()
         self._origins[rl_step] = tracker.origin
@@ -246,7 +266,7 @@ class LiveRecording:
             policy=self.control.policy_name,
             policy_version=self._grouping.version,
         )
-        self._give(("steps", row), _ROW_BYTES)
+        self._give({"steps": row})
 
     def new_weights(self, method: str | None = None) -> None:
         """Note new weights: `method` was called on all of the engine's workers, or None for indirect evidence.
@@ -263,91 +283,65 @@ class LiveRecording:
         before = self._grouping.version
         if self._grouping.updated(self._num_arrived + self._num_tokens + sum(len(live.output) for live in lives)):
             for live in lives:
-                self._update_tokens.setdefault(live.key, []).append(len(live.output))
+                live.updates.append(len(live.output))
             if not before:
-                self._give({"notes": f"recorded by the engine itself; {self._grouping.notes}"}, _ROW_BYTES)
+                self._give({_MANIFEST: {"notes": f"recorded by the engine itself; {self._grouping.notes}"}})
 
     def arrived(self, live: LiveRequest) -> None:
-        """Record a request that has entered."""
+        live.version = self._grouping.version
         rl_step, prompt_id, _, _ = live.key
         epoch = self._epochs.get((rl_step, prompt_id))
         if epoch is None:
-            # Keep the newest last.
-            epoch = self._visits.pop(prompt_id, 0)
-            self._visits[prompt_id] = epoch + 1
-            self._epochs[rl_step, prompt_id] = epoch
-            if len(self._visits) > self.remembered:
-                del self._visits[next(iter(self._visits))]
-            if len(self._epochs) > self.remembered:
-                del self._epochs[next(iter(self._epochs))]
-        self._keys[live.key] = None
-        if len(self._keys) > self.remembered:
-            oldest = next(iter(self._keys))
-            del self._keys[oldest]
-            self._forgotten_rl_step = max(self._forgotten_rl_step, oldest[0])
+            epoch = self._visits.get(prompt_id, 0)
+            self._visits.put(prompt_id, epoch + 1)
+            self._epochs.put((rl_step, prompt_id), epoch)
+        if (oldest := self._keys.put(live.key, None)) is not None:
+            self._forgotten_rl_step = max(self._forgotten_rl_step, oldest[0][0])
         self._num_arrived += 1
-        self._arrival_s[live.key] = self._clock()
-        self._append(
+        row = columns(
             "workload",
-            live.key,
+            **key_columns(live.key),
             epoch=epoch,
             prompt_tokens=len(live.prompt),
             max_response_tokens=live.max_response_tokens,
-            policy_version=self._grouping.version,
+            policy_version=live.version,
         )
+        self._give({"workload": row})
 
-    def left(self, live: LiveRequest, finish_reason: str | None, *, in_flight: bool = False) -> None:
-        """Record a request that has left for good; `finish_reason` is None where it is unknown.
-
-        With `in_flight` the request is in an iteration without output yet, and `landed` follows.
-        """
-        tracker = self.control.tracker
+    def left(self, live: LiveRequest, reason: str | None) -> None:
         self._grouping.left()
         self._num_tokens += len(live.output)
-        tokens, prompt = list(live.output)[: live.kept], list(live.prompt)
-        finish_reason, end_s = live.ended or (finish_reason, self._clock())
-        first_s = self._first_token_s.pop(live.key, None)
-        if (first := tracker.first_token_s.pop(live.key, None)) is not None:
-            first_s = tracker.origin + first
-        origin = self._origins[live.key[0]]
-        self._departed[live.key] = (
-            live,
-            {
-                "response_tokens": len(tokens),
-                "finish_reason": finish_reason_of(finish_reason, len(tokens)),
-                "worker": tracker.worker,
-                "t_submit": self._arrival_s.pop(live.key) - origin,
-                "t_first_token": None if first_s is None or not tokens else first_s - origin,
-                "t_finish": end_s - origin,
-            },
-        )
-        versions = self._versions(live.key, len(tokens))
-        if not in_flight:
-            self.landed(live.key)
-        self._append("tokens", live.key, prompt_token_ids=prompt, token_ids=tokens, token_versions=versions)
+        live.ended = live.ended or (reason, self._clock())
+        # A copy: vLLM moves the output of a session's turn into its next prompt.
+        live.output = list(live.output)
 
-    def landed(self, key: Key) -> None:
-        """Record the outcome of a request that has left, its computed tokens now known."""
-        if (departed := self._departed.pop(key, None)) is not None:
-            live, outcome = departed
-            discarded = max(live.computed - outcome["response_tokens"], 0)
-            self._append("outcomes", key, **outcome, discarded_tokens=discarded)
-
-    def _versions(self, key: Key, num_tokens: int) -> list[int]:
-        """Return the weights version of each token of a response."""
-        newest, ends = self._grouping.version, self._update_tokens.pop(key, [])
+    def landed(self, live: LiveRequest) -> None:
+        assert live.ended is not None
+        tokens, origin, key = list(live.output[: live.kept]), self._origins[live.key[0]], key_columns(live.key)
+        reason, end_s = live.ended
         versions: list[int] = []
-        for version, until in enumerate([*ends, num_tokens], newest - len(ends)):
-            versions += [version] * (min(until, num_tokens) - len(versions))
-        return versions
+        for version, until in enumerate([*live.updates, len(tokens)], live.version):
+            versions += [version] * (min(until, len(tokens)) - len(versions))
+        outcome = columns(
+            "outcomes",
+            **key,
+            response_tokens=len(tokens),
+            finish_reason=finish_reason_of(reason, len(tokens)),
+            worker=self.control.tracker.worker,
+            t_submit=live.arrived_s - origin,
+            t_first_token=None if live.first_token_s is None or not tokens else live.first_token_s - origin,
+            t_finish=end_s - origin,
+            discarded_tokens=max(live.computed - len(tokens), 0),
+        )
+        prompt = list(live.prompt)
+        text = columns("tokens", **key, prompt_token_ids=prompt, token_ids=tokens, token_versions=versions)
+        self._give({"outcomes": outcome, "tokens": text}, len(prompt) + len(tokens))
 
-    def iterated(self) -> None:
-        """Note that an iteration has ended, or ends with the next one."""
-        if self.control.tracker.num_ended >= NEWEST + _CHUNK:
+    def returned(self) -> None:
+        if len(self.control.tracker.ended) >= NEWEST + _CHUNK:
             self._hand_over(NEWEST)
 
     def idle(self) -> None:
-        """Note that no request is left."""
         self._hand_over()
         self._is_idle = True
 
@@ -370,52 +364,53 @@ class LiveRecording:
             return
         try:
             if not (self.ended or self._is_closing):
-                self.control.settle()
-                for live in list(self.control.live.values()):
-                    if live.key in self._arrival_s:
-                        self.left(live, "abort")
-                for key in list(self._departed):
-                    self.landed(key)
+                self.control.land(list(self.control.departing))
+                for live in self.control.live.values():
+                    # A copy: the request itself may continue.
+                    under_way = replace(live)
+                    self.left(under_way, "abort")
+                    self.landed(under_way)
                 self._end_rollout()
             self._is_closing = True
             self._wake.set()
             if not self._durable.wait(self.close_s):
-                self._end(f"the disk has not answered for {self.close_s:g} s")
+                self._fail(f"the disk has not answered for {self.close_s:g} s")
             self._thread.join(0.0 if self.ended else self.finish_s)
             if self._thread.is_alive():
-                self._end(f"no trace was written within {self.finish_s:g} s")
-        except Exception as error:  # a disk error or a bug here must not end the engine's process
-            self._end(error)
+                self._fail(f"no trace was written within {self.finish_s:g} s")
+        except FAULTS as error:  # a disk error or a bug here must not end the engine's process
+            self._fail(error)
         atexit.unregister(self.close)
 
-    def give_up(self, error: Exception) -> None:
-        """Record nothing after `error`. Earlier events become durable and stay. Raises nothing."""
-        with suppress(Exception):
-            self.control.settle()
-            for key in list(self._departed):
-                self.landed(key)
-        with suppress(Exception):
+    def give_up(self) -> None:
+        """Record nothing more. Earlier events become durable and stay. Raises nothing."""
+        if self.ended:
+            return
+        with suppress(*FAULTS):
+            self.control.land(list(self.control.departing))
+        with suppress(*FAULTS):
             self._end_rollout()
-        self._end(error)
+        self._stop()
 
-    def _append(self, table: str, key: Key, **values: Any) -> None:
-        row = columns(table, **key_columns(key), **values)
-        tokens = len(row["token_ids"]) + len(row["prompt_token_ids"]) if table == "tokens" else 0
-        self._give((table, row), _ROW_BYTES + _TOKEN_BYTES * tokens)
+    def _stop(self) -> None:
+        self.ended = True
+        self.control.observers = tuple(each for each in self.control.observers if each is not self)
+        self._wake.set()
 
     def _hand_over(self, keep: int = 0) -> None:
         drained = self.control.tracker.drain(keep)
         if drained.ended:
-            self._give(drained, sum(_ROW_BYTES + 8 * len(it.drafted) for it in drained.ended))
+            self._give(drained, num_bytes=sum(_ROW_BYTES + 8 * len(it.drafted) for it in drained.ended))
 
-    def _give(self, item: _Given, num_bytes: int) -> None:
+    def _give(self, item: _Given, num_tokens: int = 0, *, num_bytes: int = _ROW_BYTES) -> None:
+        num_bytes += _TOKEN_BYTES * num_tokens
         if self.ended:
             return
         self._queue.append((item, num_bytes))
         self._queued_bytes += num_bytes
         waiting_bytes = self._queued_bytes - self._durable_bytes
         if waiting_bytes > self.most_bytes:
-            self._end(f"the disk does not keep up, {waiting_bytes >> 20} MiB wait to be written")
+            self._fail(f"the disk does not keep up, {waiting_bytes >> 20} MiB wait to be written")
             self._queue.clear()
         elif waiting_bytes > self.flush_bytes and not self._wake.is_set():
             self._wake.set()
@@ -435,14 +430,14 @@ class LiveRecording:
                 self._write()
                 self._durable.set()
                 self._recorder.close()
-                self.ended = True
+                self._stop()
                 return
-        except Exception as error:  # the engine keeps serving after any error here
-            self._end(error)
+        except FAULTS as error:  # the engine keeps serving after any error here
+            self._fail(error)
         ended = RunError("the recording has ended")
-        with suppress(Exception):
+        with suppress(*FAULTS):
             self._append_waiting()
-        with suppress(Exception):
+        with suppress(*FAULTS):
             self._recorder.__exit__(type(ended), ended, None)
         self._durable.set()
 
@@ -453,34 +448,26 @@ class LiveRecording:
 
     def _append_waiting(self) -> int:
         num_bytes = 0
-        rows: dict[str, list[Row]] = {}
+        rows: defaultdict[str, list[Row]] = defaultdict(list)
         while self._queue:
             try:
                 item, size = self._queue.popleft()
             except IndexError:  # the engine has cleared the queue meanwhile
                 break
             num_bytes += size
-            if isinstance(item, dict):
-                self._recorder.set_manifest(**item)
-            elif isinstance(item, EndedIterations):
-                iterations, decisions = item.rows()
-                rows.setdefault("iterations", []).extend(iterations)
-                rows.setdefault("decisions", []).extend(decisions)
-            else:
-                rows.setdefault(item[0], []).append(item[1])
-        for table, table_rows in rows.items():
-            self._recorder.append(table, table_rows)
+            if isinstance(item, EndedIterations):
+                for name, table in zip(("iterations", "decisions"), item.tables(), strict=True):
+                    self._recorder.append(name, table)
+                continue
+            for name, row in item.items():
+                rows[name].append(row)
+        for fields in rows.pop(_MANIFEST, []):
+            self._recorder.set_manifest(**fields)
+        for name, table_rows in rows.items():
+            self._recorder.append(name, table_rows)
         return num_bytes
 
-    def _end(self, why: str | Exception) -> None:
-        with self._end_lock:
-            if self.ended:
-                return
-            self.ended = True
-        if isinstance(why, Exception):
-            why = f"RunError: {why}" if isinstance(why, RunError) else describe_exception(why)
-        logger.error(
-            "the recording %s ends here, and the engine continues: %s; durable rows stay in %s",
-            *(self.path, why, self.path),
-        )
-        self._wake.set()
+    def _fail(self, why: BaseException | str) -> None:
+        """End the recording where it is; the log has the reason."""
+        self._stop()
+        self.guard.fail(f"RunError: {why}" if isinstance(why, RunError) else why)

@@ -14,28 +14,13 @@ from itertools import repeat
 from operator import add
 from typing import Any
 
-from tltlab.drafters.base import Key
+import pyarrow as pa
+
 from tltlab.state import NO_CHOICE, Choice, StepOutcome
 from tltlab.strategy import Strategy
-from tltlab.traces.schema import Row, as_rows, columns, strategy_columns
+from tltlab.traces.schema import TABLES, strategy_columns
 
 Clock = Callable[[], float]
-
-
-@dataclass(slots=True, kw_only=True)
-class Scheduled:
-    """The batch of an iteration: request ids, and by id the draft tokens to verify.
-
-    `graph` is set with the iteration's output: kind (`GRAPH_KINDS`) and tokens, padding included, of the model's
-    forward pass; None where the engine does not report it.
-    """
-
-    request_ids: list[str]
-    drafts: Mapping[str, Sequence[int]]
-    waiting: int
-    context_tokens: int
-    prefill_tokens: int
-    graph: tuple[str, int] | None = None
 
 
 NEWEST = 64
@@ -45,19 +30,26 @@ Notify = Callable[[Choice, StepOutcome, "Iteration"], object]
 """Delivers the outcome of a choice, and writes its reward into the iteration."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Iteration:
-    """An iteration, in flight or ended, and the choice that it verifies; `decided` if a policy made that choice."""
+    """An iteration of an engine, and the choice that it verifies; `decided` if a policy made that choice.
 
-    number: int
-    start_s: float
-    batch: int
+    The scheduler gives its batch: request ids, by id the draft tokens to verify, and counts. With its output comes
+    `graph`: kind (`GRAPH_KINDS`) and tokens, padding included, of the model's forward pass; None where the engine does
+    not report it. `drafted` and `accepted` tokens are in the order of the requests.
+    """
+
+    request_ids: list[str]
+    drafts: Mapping[str, Sequence[int]]
     waiting: int
     context_tokens: int
     prefill_tokens: int
-    verified: Choice
-    decided: bool
-    draft_s_before: float | None
+    graph: tuple[str, int] | None = None
+    number: int = 0
+    start_s: float = 0.0
+    verified: Choice = NO_CHOICE
+    decided: bool = False
+    draft_s_before: float | None = 0.0
     next_depth: int = 0
     drafted: Sequence[int] = ()
     accepted: Sequence[int] = ()
@@ -67,7 +59,10 @@ class Iteration:
     duration_s: float = 0.0
     reward: float | None = None
     sampled: bool = False
-    graph: tuple[str, int] | None = None
+
+    @property
+    def batch(self) -> int:
+        return len(self.request_ids)
 
     @property
     def outcome(self) -> StepOutcome:
@@ -94,11 +89,12 @@ class SampledTokens:
         self._request_ids: Sequence[str] = ()
         self._sums: Sequence[int] = ()
         self._drained: list[tuple[str, int]] = []
-        self._newest: deque[tuple[Iteration, Sequence[str], Sequence[int]]] = deque(maxlen=NEWEST)
+        self._newest: deque[tuple[Iteration, Sequence[int]]] = deque(maxlen=NEWEST)
 
-    def add(self, iteration: Iteration, request_ids: Sequence[str], counts: Sequence[int]) -> None:
+    def add(self, iteration: Iteration, counts: Sequence[int]) -> None:
         """Count the tokens of an iteration that has landed, in the order of its requests."""
-        self._newest.append((iteration, request_ids, counts))
+        self._newest.append((iteration, counts))
+        request_ids = iteration.request_ids
         if request_ids == self._request_ids:
             self._sums = list(map(add, self._sums, counts))
             return
@@ -113,11 +109,11 @@ class SampledTokens:
 
     def subtract(self, request_id: str, surplus: int) -> None:
         """Subtract the last tokens of a request, which its client did not get, from the iterations that made them."""
-        for iteration, request_ids, counts in reversed(self._newest):
+        for iteration, counts in reversed(self._newest):
             if surplus <= 0:
                 return
-            if request_id in request_ids:
-                taken = min(counts[request_ids.index(request_id)], surplus)
+            if request_id in iteration.request_ids:
+                taken = min(counts[iteration.request_ids.index(request_id)], surplus)
                 iteration.num_generated -= taken
                 surplus -= taken
 
@@ -142,9 +138,10 @@ class IterationTracker:
     """Records iterations as an engine runs them, and notifies the policy of each choice's outcome.
 
     Calls per iteration: `start`, `schedule`, `choose` if there is a choice, `verified`, `sampled`, and `drafted` if
-    drafts are made next to the scheduler. An iteration lasts until the next one starts; `late_s` of a drafter's feeding
-    does not count. With `overlapped` (asynchronous scheduling) durations run from output to output, and drafting time
-    is unknown.
+    drafts are made next to the scheduler. Those scheduled and not yet `verified` are `in_flight`, the oldest first; all
+    that have `ended` in this rollout are kept until they are drained. An iteration lasts until the next one starts;
+    `late_s` of a drafter's feeding does not count. With `overlapped` (asynchronous scheduling) durations run from
+    output to output, and drafting time is unknown.
 
     Where the engine waits (`end_iteration`, `pause`) the last iteration ends at its own output or drafts.
     `num_generated` counts tokens that clients got: sampled tokens and accepted drafts, but none after a response's end
@@ -172,7 +169,7 @@ class IterationTracker:
         self._on_end = on_end
         self.clear()
         self._zeros: tuple[int, ...] = ()
-        self._in_flight: deque[Iteration] = deque()
+        self.in_flight: deque[Iteration] = deque()
         self.begin(0)
         self.is_open = False
 
@@ -180,13 +177,10 @@ class IterationTracker:
         """Open a rollout with no rows, iteration 0 and time 0. The active choice stays."""
         self.rl_step = rl_step
         self.is_open = True
-        self.first_token_s: dict[Key, float] = {}
         self.origin = self._busy_until_s = self._last_end_s = self.clock()
-        self._iterations: list[Row] = []
-        self._decisions: list[Row] = []
-        self._ended: list[Iteration] = []
-        self.num_scheduled = len(self._in_flight)
-        for number, iteration in enumerate(self._in_flight):
+        self.ended: list[Iteration] = []
+        self.num_scheduled = len(self.in_flight)
+        for number, iteration in enumerate(self.in_flight):
             iteration.number = number
         self._stale = 0
         self._last: Iteration | None = None
@@ -199,8 +193,8 @@ class IterationTracker:
 
     def drop_in_flight(self) -> None:
         """Count no iteration in flight, of requests that have ended: its output may have waited for new ones."""
-        self.num_scheduled -= len(self._in_flight) - self._stale
-        self._stale = len(self._in_flight)
+        self.num_scheduled -= len(self.in_flight) - self._stale
+        self._stale = len(self.in_flight)
 
     @property
     def drops_next(self) -> bool:
@@ -212,26 +206,16 @@ class IterationTracker:
         self._start_s = self.clock()
         self._close(self._start_s)
 
-    def schedule(self, work: Scheduled) -> Strategy:
+    def schedule(self, work: Iteration) -> Strategy:
         """Record the iteration's batch; return the strategy that it verifies. Without `choose` it drafts nothing."""
-        verified, batch = self.in_force, len(work.request_ids)
-        context, prefill = work.context_tokens, work.prefill_tokens
-        self._last = Iteration(
-            self.num_scheduled,
-            self._start_s,
-            batch,
-            work.waiting,
-            context,
-            prefill,
-            verified,
-            self._decided,
-            self._draft_s,
-        )
-        self._in_flight.append(self._last)
+        work.number, work.start_s = self.num_scheduled, self._start_s
+        work.verified, work.decided, work.draft_s_before = self.in_force, self._decided, self._draft_s
+        self._last = work
+        self.in_flight.append(work)
         self.num_scheduled += 1
         self._draft_s = None if self.overlapped else 0.0
         self.clear()
-        return verified.strategy
+        return work.verified.strategy
 
     def choose(self, choice: Choice, *, decided: bool = True) -> None:
         """Set the choice that the scheduled iteration drafts at its end and the next one verifies."""
@@ -239,16 +223,11 @@ class IterationTracker:
         self.in_force, self._decided = choice, decided
         self._last.next_depth = choice.strategy.draft_depth
 
-    def first_token(self, key: Key) -> None:
-        """Record the time of a response's first token."""
-        if self.is_open:
-            self.first_token_s[key] = self.clock() - self.origin
-
-    def verified(self, work: Scheduled, counts: Sequence[int]) -> Iteration:
+    def verified(self, counts: Sequence[int]) -> Iteration:
         """Complete the oldest iteration in flight: `counts` are each request's new tokens, accepted drafts included."""
-        iteration = self._in_flight.popleft()
-        if work.drafts:
-            iteration.drafted = drafted = list(map(len, map(work.drafts.get, work.request_ids, repeat(()))))
+        iteration = self.in_flight.popleft()
+        if iteration.drafts:
+            iteration.drafted = drafted = list(map(len, map(iteration.drafts.get, iteration.request_ids, repeat(()))))
             iteration.accepted = [count - 1 if n and count else 0 for count, n in zip(counts, drafted, strict=True)]
         else:
             # Iterations without drafts share their zeros, since a rollout keeps all of its iterations until it ends.
@@ -256,7 +235,6 @@ class IterationTracker:
                 self._zeros = (0,) * iteration.batch
             iteration.drafted = iteration.accepted = self._zeros
         iteration.num_generated = sum(counts)
-        iteration.graph = work.graph
         return iteration
 
     def sampled(self, iteration: Iteration) -> None:
@@ -311,55 +289,36 @@ class IterationTracker:
         iteration.duration_s = now - iteration.start_s - iteration.late_s
         self._last_end_s = now
         if self.is_open:
-            self._ended.append(iteration)
+            self.ended.append(iteration)
         if iteration.decided and iteration.verified.learns:
             self._notify(iteration.verified, iteration.outcome, iteration)
         self._on_end(iteration)
 
     def drain(self, keep: int = 0) -> EndedIterations:
-        """Return and clear the ended iterations, all but the `keep` newest."""
-        cut = max(len(self._ended) - keep, 0)
-        iterations, self._ended = self._ended[:cut], self._ended[cut:]
+        """Return and clear the ended iterations of the rollout, all but the `keep` newest."""
+        cut = max(len(self.ended) - keep, 0)
+        iterations, self.ended = self.ended[:cut], self.ended[cut:]
         return EndedIterations(self.rl_step, self.worker, self.origin, iterations)
-
-    @property
-    def num_ended(self) -> int:
-        """Number of iterations that have ended and were not drained."""
-        return len(self._ended)
-
-    @property
-    def iterations(self) -> list[Row]:
-        """The rollout's rows of `iterations.parquet` so far."""
-        self._make_rows()
-        return self._iterations
-
-    @property
-    def decisions(self) -> list[Row]:
-        """The rollout's rows of `decisions.parquet` so far, of choices with an outcome."""
-        self._make_rows()
-        return self._decisions
-
-    def _make_rows(self) -> None:
-        # After the rollout: between forward passes, with cold caches, rows cost several times as much.
-        iterations, decisions = self.drain().rows()
-        self._iterations += iterations
-        self._decisions += decisions
 
 
 @dataclass(frozen=True, slots=True)
 class EndedIterations:
-    """Ended iterations of the rollout of `rl_step` that began at `origin`."""
+    """Ended iterations of the rollout of `rl_step` that began at `origin`.
+
+    Their tables are made after the rollout, or in another thread: between forward passes, with cold caches, they would
+    cost several times as much.
+    """
 
     rl_step: int
     worker: int
     origin: float
     ended: Sequence[Iteration]
 
-    def rows(self) -> tuple[list[Row], list[Row]]:
+    def tables(self) -> tuple[pa.Table, pa.Table]:
         """Return the rows of `iterations.parquet`, and for choices of a policy the rows of `decisions.parquet`."""
         ended, chosen = self.ended, [it for it in self.ended if it.decided]
         graphs = [it.graph or (None, None) for it in ended]
-        iterations = self._rows(
+        iterations = self._table(
             "iterations",
             ended,
             t_start=[it.start_s - self.origin for it in ended],
@@ -372,12 +331,12 @@ class EndedIterations:
             num_drafted=[sum(it.drafted) for it in ended],
             num_accepted=[sum(it.accepted) for it in ended],
             num_generated=[it.num_generated for it in ended],
-            accepted_per_request=[list(it.accepted) if it.verified.strategy.speculates else None for it in ended],
+            accepted_per_request=[it.accepted if it.verified.strategy.speculates else None for it in ended],
             next_draft_depth=[it.next_depth for it in ended],
             graph=[kind for kind, _ in graphs],
             graph_tokens=[tokens for _, tokens in graphs],
         )
-        decisions = self._rows(
+        decisions = self._table(
             "decisions",
             chosen,
             bucket=[it.verified.bucket for it in chosen],
@@ -386,7 +345,11 @@ class EndedIterations:
         )
         return iterations, decisions
 
-    def _rows(self, table: str, ended: Sequence[Iteration], **values: list[Any]) -> list[Row]:
-        place = {"rl_step": self.rl_step, "worker": self.worker, "iteration": [it.number for it in ended]}
-        strategies = strategy_columns([it.verified.strategy for it in ended])
-        return as_rows(columns(table, **place, **strategies, **values))
+    def _table(self, name: str, ended: Sequence[Iteration], **values: list[Any]) -> pa.Table:
+        num = len(ended)
+        place: dict[str, list[Any]] = {"rl_step": [self.rl_step] * num, "worker": [self.worker] * num}
+        place["iteration"] = [it.number for it in ended]
+        known = {**place, **strategy_columns([it.verified.strategy for it in ended]), **values}
+        return pa.table(
+            {field.name: pa.array(known.get(field.name, [None] * num), field.type) for field in TABLES[name]}
+        )

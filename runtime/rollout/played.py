@@ -175,7 +175,7 @@ def play(
         for batch in plan.plain_batches:
             if not stock:
                 engine.set_policy(None)
-            steps = generate(settling, [_PLAIN_TOKENS] * batch).iterations
+            steps = generate(settling, [_PLAIN_TOKENS] * batch).iterations.to_pylist()
             seconds = [row["duration"] for row in steps if row["batch"] == batch and not row["prefill_tokens"]]
             yield {"row": "plain step", **labels, "batch": batch, "steps": len(seconds), "median_s": median(seconds)}
         took: dict[str, float] = {}
@@ -192,7 +192,7 @@ def play(
             kept = replace(
                 rollout, responses=[replace(response, logprobs=()) for response in rollout.responses],
                 # Stock vLLM reports only the times of its iterations.
-                iterations=[] if stock else list(rollout.iterations), decisions=list(rollout.decisions),
+                iterations=[] if stock else rollout.iterations.to_pylist(), decisions=rollout.decisions.to_pylist(),
             )  # fmt: skip
             text = msgspec.json.encode(kept, enc_hook=lambda value: value.tolist())
             write_file(_rollout_file(out, visit.rl_step, worker), text)

@@ -144,11 +144,13 @@ class ForcedBatches:
 
         def enough(ended: Sequence[Key]) -> bool:
             # A request that has reached the model's context leaves a smaller batch.
-            generated = sum(row["num_generated"] for row in self.engine.control.tracker.iterations)
+            generated = sum(each.num_generated for each in self.engine.control.tracker.ended)
             return bool(ended) or generated >= len(starts) * self.tokens
 
         rollout = self.engine.generate(requests, rl_step=self._number, temperature=TEMPERATURE, until=enough)
-        rows = [row for row in rollout.iterations if row["batch"] == len(starts) and not row["prefill_tokens"]]
+        rows = [
+            row for row in rollout.iterations.to_pylist() if row["batch"] == len(starts) and not row["prefill_tokens"]
+        ]
         if len(rows) <= UNSETTLED:
             raise RunError(f"no iteration ran all {len(starts)} requests: take fewer tokens or smaller batches")
         return rows[UNSETTLED:]

@@ -291,7 +291,7 @@ def _graphs(
                 )
                 for n in range(batch)
             ]  # fmt: skip
-            iterations = engine.generate(requests, rl_step=visit, temperature=1.0).iterations
+            iterations = engine.generate(requests, rl_step=visit, temperature=1.0).iterations.to_pylist()
             steps = [
                 row
                 for row in iterations

@@ -18,7 +18,7 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.selector import Selector
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.tracker import Scheduled
+from tltlab.runtime.engine.tracker import Iteration
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.verification.decisions import RecordedIterations
@@ -147,7 +147,7 @@ class Engine:
                 running.append(waiting.pop(0))
             prefill = sum(context(name) for name in running if name not in computed)
             computed |= set(running)
-            work = Scheduled(
+            work = Iteration(
                 request_ids=list(running),
                 drafts={name: [0] * drafts[name] for name in running if drafts[name]},
                 waiting=len(waiting),
@@ -159,7 +159,7 @@ class Engine:
             counts = [1 + min(drafts[name], self.story.kept(name, len(self.outputs[name]))) for name in running]
             verify_s, draft_s = self.story.seconds(iteration, verified, depth * len(running))
             self.clock.now_s += verify_s + draft_s
-            self.control.sampled(work, counts)
+            self.control.sampled(counts)
             for name, count in zip(list(running), counts, strict=True):
                 left = responses[name].tokens - len(self.outputs[name])
                 self.outputs[name] += [1] * min(count, left)
@@ -174,8 +174,8 @@ class Engine:
             drafts |= dict(zip(work.request_ids, lengths, strict=True))
             iteration += 1
         self.control.idle()
-        rows, _, _ = self.control.end()
-        return pd.DataFrame(rows)
+        iterations, _ = self.control.end()
+        return iterations.to_pandas()
 
 
 def engine_calls(story, hold):

@@ -81,7 +81,7 @@ def recorded(engine, policy, rl_steps=2):
             prompt, tokens = len(request.prompt_token_ids), len(response.token_ids)
             rows.append((*request.key, 0, prompt, request.max_response_tokens, 0, tokens, response.finish_reason, 0))
         for name, parts in tables.items():
-            parts.append(pd.DataFrame(getattr(rollout, name)))
+            parts.append(pd.DataFrame(getattr(rollout, name).to_pylist()))
     known = ["epoch", "prompt_tokens", "max_response_tokens", "policy_version"]
     measured = ["response_tokens", "finish_reason", "worker"]
     responses = pd.DataFrame(rows, columns=[*KEY, *known, *measured])

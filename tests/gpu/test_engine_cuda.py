@@ -68,7 +68,7 @@ def policy_of(engine):
 
 
 def decoding(rollout):
-    return [dict(row) for row in rollout.iterations if not row["prefill_tokens"]]
+    return [dict(row) for row in rollout.iterations.to_pylist() if not row["prefill_tokens"]]
 
 
 def weights_of(model):
@@ -106,7 +106,7 @@ def test_drafters_would_learn_from_wrong_states(engine, monkeypatch):
 
 def test_speculation_would_change_what_is_reported(engine):
     plain, drafted = generate(engine), generate(engine, policy_of(engine))
-    assert sum(row["num_accepted"] for row in drafted.iterations) > 0
+    assert sum(row["num_accepted"] for row in drafted.iterations.to_pylist()) > 0
     # Two tokens may be as likely as each other in bfloat16: then the texts part, and say nothing after that.
     same = [a == b for a, b in zip(texts(plain), texts(drafted), strict=True)]
     assert sum(same) >= 0.8 * len(same)
@@ -139,7 +139,7 @@ def test_drafters_would_draft_with_old_weights_after_swap(v2, model):
     deep, weights = fixed("learned", 4), weights_of(model)
 
     def kept():
-        rows = generate(v2, deep).iterations
+        rows = generate(v2, deep).iterations.to_pylist()
         return sum(row["num_accepted"] for row in rows) / sum(row["num_drafted"] for row in rows)
 
     assert kept() > 0.9

@@ -22,10 +22,9 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-_Value = TypeVar("_Value")
-_Otherwise = TypeVar("_Otherwise")
+from tltlab.runtime.engine.guard import Guard
 
 VARIABLES = POLICY, RECORD, OPTIONS = "TLTLAB_POLICY", "TLTLAB_RECORD", "TLTLAB_OPTIONS"
 """Variables that the plugin reads from the environment of any program that uses vLLM: see `options.Variables`."""
@@ -33,24 +32,12 @@ VARIABLES = POLICY, RECORD, OPTIONS = "TLTLAB_POLICY", "TLTLAB_RECORD", "TLTLAB_
 _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "TQDM_DISABLE": "1"}
 
 
-def guarded_call(owner: Any, part: Callable[..., _Value], *args: Any, otherwise: _Otherwise) -> _Value | _Otherwise:
-    """Call a function of tltlab within vLLM's `owner`; after its first exception there return `otherwise` instead.
-
-    The exception is logged once, and the owner continues as vLLM's own: the engine serves others.
-    """
-    if "tltlab_failed" in vars(owner):
-        return otherwise
-    try:
-        return part(*args)
-    except Exception as error:
-        from tltlab.runtime.engine.generation import describe_exception
-
-        owner.tltlab_failed = True
-        # vLLM's log is often off.
-        logging.getLogger(__name__).error(
-            "tltlab raised %s; vLLM's %s continues without it", describe_exception(error), type(owner).__name__
-        )
-        return otherwise
+def guarded_call(owner: Any, part: Callable[..., Any], *args: Any, otherwise: Any = None) -> Any:
+    """Call a function of tltlab within vLLM's `owner`, which has one `Guard` for all of them."""
+    guard = vars(owner).get("tltlab_guard")
+    if guard is None:
+        guard = owner.tltlab_guard = Guard("tltlab raised", f"vLLM's {type(owner).__name__} continues without it")
+    return guard.call(part, *args, otherwise=otherwise)
 
 
 def replacing(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -7,13 +7,11 @@ copies rows there. On CUDA rows are copied on a separate stream, through pinned 
 
 from __future__ import annotations
 
-import logging
 import pickle
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,9 +22,9 @@ from torch import Tensor
 from tltlab.arrays import Array, Floats, Ints, Tokens
 from tltlab.drafters.base import Key
 from tltlab.drafters.budget import LengthClasses
-from tltlab.errors import one_line
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.engine.generation import LiveRequest
+from tltlab.runtime.engine.guard import Guard
+from tltlab.runtime.engine.requests import LiveRequest, Observer
 from tltlab.runtime.engine.tracker import Stopwatch
 
 Sink = Callable[[TrainingSequence], None]
@@ -37,8 +35,6 @@ WAIT_ROWS = 1024
 
 _ATTRIBUTE = "tltlab_capture"
 """Attribute of a model runner for its capture, and of a `SchedulerOutput` for orders to the capture."""
-
-logger = logging.getLogger(__name__)
 
 PAGE = 32
 """Rows per page."""
@@ -66,7 +62,7 @@ class Captured:
     failure: str = ""
 
 
-class NullCapture:
+class NullCapture(Observer):
     """Null capture, and the interface between scheduler and capture; while `paused`, new requests are not captured."""
 
     paused = False
@@ -74,20 +70,8 @@ class NullCapture:
     def __init__(self, captured: Captured | None = None) -> None:
         self._previous = captured or Captured()
 
-    def enter(self, request_id: str, live: LiveRequest) -> None:
-        """Note a request that entered the engine."""
-
     def scheduled(self, output: Any) -> None:
         """Note an iteration that goes to the model runner."""
-
-    def landed(self) -> None:
-        """Note that the output of the oldest iteration in flight is known."""
-
-    def leave(self, request_id: str, live: LiveRequest, finish_reason: str) -> None:
-        """Note a request that left the engine, after `landed` for its last iteration."""
-
-    def idle(self) -> None:
-        """Hand over all ended requests: no request is left."""
 
     def stop(self) -> Captured:
         """Stop capturing, drop the rows of running requests and return the statistics."""
@@ -102,14 +86,14 @@ class NullCapture:
 class Capture(NullCapture, ABC):
     """Captures each request that arrives from now on and ends with "stop" or "length"."""
 
-    def enter(self, request_id: str, live: LiveRequest) -> None:
+    def arrived(self, live: LiveRequest) -> None:
         if not self.paused:
-            self.keep(request_id, live.prompt_id, len(live.prompt))
+            self.keep(live.name, live.prompt_id, len(live.prompt))
 
-    def leave(self, request_id: str, live: LiveRequest, finish_reason: str) -> None:
-        whole = finish_reason in ("stop", "length")
+    def left(self, live: LiveRequest, reason: str | None) -> None:
+        whole = reason in ("stop", "length")
         text = np.array([*live.prompt, *live.output], np.int32) if whole else None
-        self.hand_over(request_id, live.key, len(live.prompt), text)
+        self.hand_over(live.name, live.key, len(live.prompt), text)
 
     @abstractmethod
     def keep(self, request_id: str, prompt_id: str, prompt_tokens: int) -> None:
@@ -139,7 +123,7 @@ class RunnerCapture(Capture):
         self._active = True
         self._sequences = self._rows = 0
         self._stopwatch = Stopwatch(time.perf_counter)
-        self._failure = ""
+        self._guard = Guard("capturing hidden states failed:", "capture ends and the engine continues", self.stop)
 
     def attach(self) -> None:
         """Capture rows from now on, until `stop`."""
@@ -150,8 +134,7 @@ class RunnerCapture(Capture):
             return execute(scheduler_output, *args, **kwargs)
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-            with self._guarded("capturing hidden states"):
-                self._copies.leave(self._store, _batch_of(runner) if self._store else None)
+            self._call(lambda: self._copies.leave(self._store, _batch_of(runner) if self._store else None))
             try:
                 return sample(*args, **kwargs)
             finally:
@@ -170,43 +153,39 @@ class RunnerCapture(Capture):
             self._store.open(request_id)
             self._prompts[request_id] = prompt_id, prompt_tokens
 
-    def landed(self) -> None:
-        with self._guarded("capturing hidden states"):
-            self._copies.land(self._store)
+    def returned(self) -> None:
+        self._call(lambda: self._copies.land(self._store))
 
-    def hand_over(self, request_id: str, key: Key, prompt_tokens: int, text: Tokens | None) -> None:
-        rows = None
-        with self._guarded("capturing hidden states"):
-            self._copies.settle(self._store)
-            rows = self._store.close(request_id, 0 if text is None else len(text) - 1)
-            self._prompts.pop(request_id, None)
-            if text is not None:
-                self._lengths.finished(key[1], len(text) - prompt_tokens)
-        if rows is not None and text is not None:
-            # Workers call this in inference mode, whose tensors cannot be used for training.
-            with self._guarded("the sink of captured hidden states"), torch.inference_mode(False):
-                sequence = TrainingSequence(
-                    key=key,
-                    token_ids=torch.from_numpy(text[rows.first :].astype(np.int64)),
-                    hidden=rows.hidden,
-                    aux=rows.aux,
-                    first_position=rows.first,
-                    prompt_tokens=max(prompt_tokens - rows.first, 0),
-                )
-                self._sink(sequence)
-                self._sequences += 1
-                self._rows += sequence.num_rows
+    def hand_over(self, *ended: Any) -> None:
+        self._call(self._hand_over, *ended)
 
-    @contextmanager
-    def _guarded(self, part: str) -> Iterator[None]:
-        """Time the block; an exception in it ends the capture, and the rollout continues."""
+    def _hand_over(self, request_id: str, key: Key, prompt_tokens: int, text: Tokens | None) -> None:
+        self._copies.settle(self._store)
+        rows = self._store.close(request_id, 0 if text is None else len(text) - 1)
+        self._prompts.pop(request_id, None)
+        if text is None:
+            return
+        self._lengths.finished(key[1], len(text) - prompt_tokens)
+        if rows is None:
+            return
+        # Workers call this in inference mode, whose tensors cannot be used for training.
+        with torch.inference_mode(False):
+            sequence = TrainingSequence(
+                key=key,
+                token_ids=torch.from_numpy(text[rows.first :].astype(np.int64)),
+                hidden=rows.hidden,
+                aux=rows.aux,
+                first_position=rows.first,
+                prompt_tokens=max(prompt_tokens - rows.first, 0),
+            )
+            self._sink(sequence)
+        self._sequences += 1
+        self._rows += sequence.num_rows
+
+    def _call(self, part: Callable[..., object], *args: Any) -> None:
+        """Call a part of the capture, timed; after an exception in it, also of the sink, the rollout continues."""
         with self._stopwatch:
-            try:
-                yield
-            except Exception as error:
-                self._failure = f"{type(error).__name__}: {one_line(error)[:300]}"
-                logger.error("%s failed, so capture ends: %s", part, self._failure)
-                self.stop()
+            self._guard.call(part, *args)
 
     def _expected(self, request_ids: Sequence[str], ends: Array) -> Floats:
         """Return the expected response lengths of requests that end at these positions so far."""
@@ -233,7 +212,7 @@ class RunnerCapture(Capture):
             lost=self._store.lost,
             peak_bytes=self._store.peak_bytes,
             seconds=self._stopwatch.seconds,
-            failure=self._failure,
+            failure=self._guard.failure,
         )
 
 
@@ -255,18 +234,16 @@ class RemoteCapture(Capture):
             setattr(output, _ATTRIBUTE, self._orders)
             self._orders = []
 
-    def landed(self) -> None:
-        self._orders.append(("landed", ()))
+    def returned(self) -> None:
+        self._orders.append(("returned", ()))
 
     def hand_over(self, *args: Any) -> None:
         self._orders.append(("hand_over", args))
 
     def idle(self) -> None:
         orders, self._orders = self._orders, []
-        try:
+        if orders:
             self._ask("execute", orders)
-        except Exception as error:  # its process has died; the engine's own calls report that
-            logger.error("the process that captures hidden states does not answer: %s", one_line(error))
 
     def stop(self) -> Captured:
         self._orders = []
@@ -285,12 +262,14 @@ def start_capture(core: Any, sink: bytes | Sink | None, max_bytes: int) -> None:
 
     The sink is pickled for other processes. Running requests hold at most `max_bytes`.
     """
-    scheduler, executor = core.scheduler, core.model_executor
-    scheduler.capture = NullCapture(scheduler.capture.stop())
+    before, control, executor = core.scheduler.capture, core.scheduler.control, core.model_executor
+    capture = NullCapture(before.stop())
     if sink is not None:
         executor.collective_rpc(_attach, args=(sink, max_bytes))
         worker = getattr(executor, "driver_worker", None)
-        scheduler.capture = RemoteCapture(executor) if worker is None else getattr(worker.model_runner, _ATTRIBUTE)
+        capture = RemoteCapture(executor) if worker is None else getattr(worker.model_runner, _ATTRIBUTE)
+    core.scheduler.capture = capture
+    control.observers = (*(each for each in control.observers if each is not before), capture)
 
 
 def _attach(worker: Any, sink: bytes | Sink, max_bytes: int) -> None:
@@ -490,6 +469,8 @@ class RowStore:
         starts = positions[bounds[:-1]]
         ends = starts + counts
         first, end, _, high = self._spans[:, slots]
+        # Odd is a request without a slot, one whose rows do not continue those before, and one that needs another page:
+        # one of these numbers is negative then, and a bitwise OR is negative where any of its numbers is.
         odd = np.flatnonzero((slots | (starts - first) | (end - starts) | (high - ends)) < 0)
         if len(odd):
             for i in odd:

@@ -15,7 +15,6 @@ from uuid import uuid4
 import numpy as np
 import torch
 
-from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError, one_line
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, GenerationResponse
 from tltlab.runtime.engine.recording import finish_reason_of
@@ -260,7 +259,7 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, float]) -
 
 
 def response(
-    request: GenerationRequest, output: Any, t_finish: float, first: Mapping[Key, float], turn: FollowUp | None = None
+    request: GenerationRequest, output: Any, t_finish: float, t_first_token: float, turn: FollowUp | None = None
 ) -> GenerationResponse:
     """Return the response to a request, the `turn` of a conversation if it is not the first."""
     return GenerationResponse(
@@ -268,7 +267,7 @@ def response(
         token_ids=list(output.token_ids),
         logprobs=list(output.logprobs.logprobs) if output.logprobs is not None else [],
         finish_reason=finish_reason_of(output.finish_reason, len(output.token_ids)),
-        t_first_token=first.get(request.key, t_finish),
+        t_first_token=t_first_token,
         t_finish=t_finish,
         t_submit=0.0 if turn is None else turn.submit_s,
         tool_s=None if turn is None else turn.tool_s,

@@ -21,6 +21,7 @@ from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import GraphPlan, parts_of, plan_graphs
+from tltlab.runtime.engine.guard import FAULTS
 from tltlab.runtime.engine.metrics import Tally
 from tltlab.strategy import NO_SPECULATION
 
@@ -83,13 +84,21 @@ class Attachment(FrozenModel):
         names = [part for s in strategies if s.speculates for part in parts_of(self.specs, s.drafter)]
         return next((spec for spec in map(self.specs.get, names) if isinstance(spec, LearnedSpec)), None)
 
-    def control(self, *, overlapped: bool, beside: bool = True) -> Control:
-        """Return a fresh `Control` that follows the policy."""
+    def control(self, *, overlapped: bool, beside: bool = True, guarded: bool = False) -> Control:
+        """Return a fresh `Control` that follows the policy; ConfigError for a policy that the engine cannot run.
+
+        With `guarded` a policy that raises anything else while it is built is logged and left out.
+        """
         pool = DrafterPool(self.drafters, self.max_draft_depth, beside=beside)
         tally = Tally(None if self.costs is None else load_costs(self.costs))
         control = Control(pool, worker=self.worker, overlapped=overlapped, tally=tally)
         if self.policy is not None:
-            control.set_policy(self.policy, (self.seed, self.worker, 0))
+            try:
+                control.set_policy(self.policy, (self.seed, self.worker, 0))
+            except FAULTS as error:
+                if isinstance(error, ConfigError) or not guarded:
+                    raise
+                control.guard.fail(error)
         return control
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tltlab.errors import ConfigError, one_line
-from tltlab.runtime.engine.generation import notify
+from tltlab.runtime.engine.guard import FAULTS, notify
 
 from . import OPTIONS, POLICY, RECORD, VARIABLES, guarded_call, has_option, missing, replacing
 from .runners import bypass_speculation, keep_captured_bytes, model_runners, time_drafting
@@ -59,7 +59,7 @@ def register() -> None:
             without = missing(capability)
             if not without:
                 apply()
-        except Exception as error:  # the program must start in any case
+        except FAULTS as error:  # the program must start in any case
             without = f"{capability}: {type(error).__name__}: {error}"
         if without:
             logger.warning("tltlab: %s", without)
@@ -108,7 +108,7 @@ def _configuration(engine_args: Any, make: Callable[[], Any], report: Callable[[
                 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
             config = make()
             exceptions = _check_configuration(config, variables)
-        except Exception as error:
+        except FAULTS as error:
             vars(engine_args).update(before)
             if "VLLM_USE_V2_MODEL_RUNNER" not in environment:
                 os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
@@ -129,11 +129,11 @@ def _strict() -> bool:
         from .options import Variables
 
         return Variables.read_options(os.environ.get(OPTIONS, "")).strict
-    except Exception:  # the options, or the code that reads them, may be broken
+    except FAULTS:  # the options, or the code that reads them, may be broken
         return '"strict": true' in os.environ.get(OPTIONS, "")
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     text = one_line(error)[:400]
     return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
 
@@ -222,7 +222,7 @@ def attach() -> None:
     @replacing(EngineCore, "abort_requests")
     def aborted(stock: Any, self: Any, request_ids: Any) -> Any:
         if hasattr(self.scheduler, "note_delivered"):
-            guarded_call(self, _note_delivered, self.scheduler, request_ids, otherwise=None)
+            guarded_call(self, _note_delivered, self.scheduler, request_ids)
         return stock(self, [name for name in request_ids if not name.startswith(GOT)])
 
     @replacing(EngineCore, "shutdown")
@@ -230,7 +230,7 @@ def attach() -> None:
         # First: vLLM gives an engine core seconds to end, and most of them to its workers.
         scheduler: Any = getattr(self, "scheduler", None)
         if hasattr(scheduler, "close_recording"):
-            guarded_call(scheduler, scheduler.close_recording, otherwise=None)
+            guarded_call(scheduler, scheduler.close_recording)
         stock(self)
 
     # Schedulers are not notified of new weights: frameworks load them in the workers, by name, or set a version in the
@@ -242,7 +242,7 @@ def attach() -> None:
     @replacing(Scheduler, "__init__")
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        guarded_call(self, _record_where_asked, self, otherwise=None)
+        guarded_call(self, _record_where_asked, self)
 
 
 def _delivered_tokens(states: Mapping[str, Any], names: Sequence[str]) -> list[str]:
@@ -270,7 +270,7 @@ def _note_weights_after(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any
             name = method if isinstance(method, str) else getattr(method, "__name__", "")
         elif name == "set_weight_version":
             name = None
-        guarded_call(self, scheduler.new_weights, name, otherwise=None)
+        guarded_call(self, scheduler.new_weights, name)
     return result
 
 
@@ -312,7 +312,7 @@ def show_metrics() -> None:
     @replacing(AsyncMPClient, "__init__")
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        guarded_call(self, _show_metrics_of, self, otherwise=None)
+        guarded_call(self, _show_metrics_of, self)
 
 
 def _show_metrics_of(client: Any) -> None:

@@ -62,9 +62,7 @@ def bypass_speculation() -> None:
 
     @replacing(V1Runner, "propose_draft_token_ids")
     def propose(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        drafts = guarded_call(
-            self, _skipped_drafts, self, lambda: arguments.bind(self, *args, **kwargs).arguments, otherwise=None
-        )
+        drafts = guarded_call(self, _skipped_drafts, self, lambda: arguments.bind(self, *args, **kwargs).arguments)
         return stock(self, *args, **kwargs) if drafts is None else drafts
 
 
@@ -275,17 +273,17 @@ class _DeviceStopwatch:
 
 
 def _call_timed(runner: Any, draft: Any, *args: Any, **kwargs: Any) -> Any:
-    guarded_call(runner, lambda: _stopwatch(runner).start(), otherwise=None)
+    guarded_call(runner, lambda: _stopwatch(runner).start())
     result = draft(*args, **kwargs)
-    guarded_call(runner, lambda: _stopwatch(runner).stop(), otherwise=None)
+    guarded_call(runner, lambda: _stopwatch(runner).stop())
     return result
 
 
 def _take_with_time(stock: Any, self: Any) -> Any:
-    guarded_call(self, _time_speculator, self, otherwise=None)
+    guarded_call(self, _time_speculator, self)
     drafts = stock(self)
     if drafts is not None:
-        guarded_call(self, lambda: setattr(drafts, "draft_s", _stopwatch(self).read()), otherwise=None)
+        guarded_call(self, lambda: setattr(drafts, "draft_s", _stopwatch(self).read()))
     return drafts
 
 

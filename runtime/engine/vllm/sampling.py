@@ -12,7 +12,7 @@ import torch
 from . import guarded_call, has_option, replaced, replacing
 
 if TYPE_CHECKING:
-    from tltlab.runtime.engine.generation import Drafting
+    from tltlab.runtime.engine.requests import Drafting
 
 
 def fix_speculative_sampling() -> None:

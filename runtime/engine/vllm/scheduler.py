@@ -12,11 +12,10 @@ user's.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -36,9 +35,10 @@ from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.environment import hardware
-from tltlab.runtime.engine.generation import LiveRequest, describe_exception
-from tltlab.runtime.engine.recording import BRINGS_WEIGHTS, LiveRecording
-from tltlab.runtime.engine.tracker import Scheduled
+from tltlab.runtime.engine.guard import FAULTS, Guard
+from tltlab.runtime.engine.recording import BRINGS_WEIGHTS, LiveRecording, Newest
+from tltlab.runtime.engine.requests import LiveRequest
+from tltlab.runtime.engine.tracker import Iteration
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.schema import is_trace
 
@@ -80,16 +80,13 @@ class Watch:
     def __init__(self, scheduler: Any, control: Control, settings: Attachment) -> None:
         self.scheduler = scheduler
         scheduler.control = control
-        self.recording = _recording(scheduler, control, settings)
+        self.recording: LiveRecording | None = _starting_to_record().call(_recording, scheduler, control, settings)
         # False for diffusion and pooling, where an iteration does not yield one token per request.
         self._decodes = bool(getattr(scheduler, "num_sampled_tokens_per_step", 1))
-        self._samples: dict[tuple[int, str], int] = {}
+        self._samples = Newest[tuple[int, str], int](REMEMBERED)
         self._least_sample = self._num_nameless = 0
-        self._in_flight: deque[Scheduled] = deque()
         self._batch: list[str] = []
-        # Number of tokens that clients have of requests that they abort.
-        self._got: dict[str, int] = {}
-        self._cannot_detokenize = False
+        self._detokenizing = Guard("stop strings are recorded as aborts:", "the engine continues")
 
     @property
     def control(self) -> Control:
@@ -120,21 +117,14 @@ class Watch:
 
     def _enter(self, request: Request, key: Key) -> LiveRequest:
         rl_step, prompt_id, sample, _ = key
-        if not self.control.live:
-            # The last iteration in flight of requests that are gone is not counted (`Control.add`).
-            self._land(self.control.departing)
-        least = self._samples.pop((rl_step, prompt_id), 0)
-        self._samples[rl_step, prompt_id] = max(least, sample + 1)
-        if len(self._samples) > REMEMBERED:
-            self._least_sample = max(self._least_sample, self._samples.pop(next(iter(self._samples))))
+        least = self._samples.get((rl_step, prompt_id), 0)
+        if (oldest := self._samples.put((rl_step, prompt_id), max(least, sample + 1))) is not None:
+            self._least_sample = max(self._least_sample, oldest[1])
         prompt = list(request.prompt_token_ids or ())
         drafting = drafting_of(request.sampling_params)
-        live = self.control.add(
+        return self.control.add(
             request.request_id, key, prompt, request._output_token_ids, request.max_tokens, drafting
         )
-        if (recording := self._open_recording) is not None:
-            recording.arrived(live)
-        return live
 
     def ended(self, request: Request) -> None:
         """Note the end of a request's turn, before vLLM has it await the next one, with its own status."""
@@ -143,45 +133,31 @@ class Watch:
 
     def left(self, request: Request) -> LiveRequest | None:
         """Remove and return a request that is about to be freed."""
-        name, reason, recording = request.request_id, request.get_finished_reason(), self._open_recording
-        if (live := self.control.live.get(name)) is None:
+        if (live := self.control.live.get(request.request_id)) is None:
             return None
-        got = self._got.pop(name, None)
-        if got is None and recording is not None:
-            reason, end_s = live.ended or (reason, self.control.tracker.clock())
-            if (got := self._stopped_at(request, str(reason) == "stop")) is not None:
+        reason, got = request.get_finished_reason(), live.got
+        if got is None and self._open_recording is not None:
+            ended, end_s = live.ended or (str(reason), self.control.tracker.clock())
+            if (got := self._stopped_at(request, ended == "stop")) is not None:
                 live.ended = "stop", end_s
-        in_flight = any(name in work.request_ids for work in self._in_flight)
-        self.control.finish(name, got, in_flight=in_flight)
-        if recording is not None:
-            recording.left(live, None if reason is None else str(reason), in_flight=in_flight)
-        return live
+        return self.control.finish(live.name, None if reason is None else str(reason), got)
 
     def note_delivered(self, num_tokens: Mapping[str, int]) -> None:
         """Note how many tokens clients have of requests that they are about to abort."""
-        self._got |= {name: num for name, num in num_tokens.items() if name in self.control.live}
+        for name, got in num_tokens.items():
+            if (live := self.control.live.get(name)) is not None:
+                live.got = got
 
     def _stopped_at(self, request: Request, at_token: bool) -> int | None:
         """Return `_stopped_at` by the tokenizer of vLLM's engine core; None without one, or once it has failed."""
         tokenizer = getattr(getattr(self.scheduler, "structured_output_manager", None), "tokenizer", None)
-        if tokenizer is None or self._cannot_detokenize:
+        if tokenizer is None:
             return None
-        try:
-            return _stopped_at(request, tokenizer, at_token)
-        except Exception as error:  # the tokenizer may be anybody's
-            self._cannot_detokenize = True
-            logger.warning("stop strings are recorded as aborts: %s: %s", type(error).__name__, error)
-            return None
+        # The tokenizer may be anybody's.
+        got: int | None = self._detokenizing.call(_stopped_at, request, tokenizer, at_token)
+        return got
 
-    def _land(self, names: Iterable[str]) -> None:
-        """Record the ends of requests in `departing`, whose last iteration has landed."""
-        for name in list(names):
-            live = self.control.departing[name]
-            self.control.landed(name)
-            if (recording := self._open_recording) is not None:
-                recording.landed(live.key)
-
-    def scheduled(self, output: SchedulerOutput) -> Scheduled:
+    def scheduled(self, output: SchedulerOutput) -> Iteration:
         """Return the batch of an iteration."""
         ids = list(output.num_scheduled_tokens)
         # The same list object for the same batch, by which `Control` recognises it.
@@ -193,51 +169,37 @@ class Watch:
         computed += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
         # All scheduled tokens but one per request that has output already.
         prefill = undrafted - self._decodes * len(ids)
-        for i in self.control.awaiting_first_token:
+        for i in self.control.waiting:
             prefill += i in output.num_scheduled_tokens and _has_no_output(scheduler.requests[i])
-        work = Scheduled(
+        return Iteration(
             request_ids=ids,
             drafts=drafts if self._decodes else {},  # a diffusion model's are canvases
             waiting=len(scheduler.waiting),
             context_tokens=computed + undrafted,
             prefill_tokens=prefill,
         )
-        self._in_flight.append(work)
-        return work
 
-    def watched(self, work: Scheduled, depth: int) -> None:
+    def watched(self, work: Iteration, depth: int) -> None:
         """Record an iteration without a policy, whose drafts vLLM makes by its own method, `depth` tokens deep."""
         speculative = self.scheduler.vllm_config.speculative_config
         self.control.watched(work, _chain(str(speculative.method), depth) if speculative else NO_SPECULATION)
 
-    def returned(self, output: SchedulerOutput, model_output: Any) -> Scheduled | None:
-        """Process the model's output for the oldest iteration in flight; return its batch, None where nothing ran."""
+    def returned(self, output: SchedulerOutput, model_output: Any) -> Iteration | None:
+        """Process the model's output for the oldest iteration in flight and return it; None where nothing ran."""
         if not output.num_scheduled_tokens:
             return None
-        work = self._in_flight.popleft()
+        work = self.control.tracker.in_flight[0]
         if (graph := getattr(model_output, "cudagraph_stats", None)) is not None:
             work.graph = GRAPH_KINDS[graph.runtime_mode], graph.num_padded_tokens
         with self.control.inside:
             counts = _counts(work.request_ids, model_output)
-        self.control.sampled(work, counts)
-        if departing := self.control.departing:
-            self._land(departing.keys() - set().union(*(work.request_ids for work in self._in_flight)))
-        return work
+        return self.control.sampled(counts)
 
-    def applied(self) -> None:
-        """Note that the scheduler has applied an output to its requests."""
-        if not self.freed() and (recording := self._open_recording) is not None:
-            recording.iterated()
-
-    def freed(self) -> bool:
-        """Note that a request was freed, by its end, an abort or an error; True if the engine is idle."""
+    def freed(self) -> None:
+        """Note that an output was applied to requests, or one was freed: the engine may have become idle."""
         # Streaming sessions that await their next input do not run.
-        if len(self.control.live) > getattr(self.scheduler, "num_waiting_for_streaming_input", 0):
-            return False
-        self.control.idle()
-        if (recording := self._open_recording) is not None:
-            recording.idle()
-        return True
+        if len(self.control.live) <= getattr(self.scheduler, "num_waiting_for_streaming_input", 0):
+            self.control.idle()
 
     def drafted(self, draft_token_ids: Any) -> None:
         """Record the time of vLLM's own drafting."""
@@ -269,7 +231,7 @@ class Watch:
             # An exception would end the engine and all its requests.
             logger.warning("a request's %s must be [rl_step, prompt_id, sample, turn], ignored: %r", EXTRA, extra)
             return None
-        if key not in self.control.keys and (recording is None or recording.is_new(key)):
+        if key not in self.control.by_key and (recording is None or recording.is_new(key)):
             return key
         # The `n` responses to a prompt are requests with the same key.
         return key[0], key[1], self._samples.get(key[:2], self._least_sample), key[3]
@@ -293,15 +255,15 @@ def _recording(scheduler: Any, control: Control, settings: Attachment) -> LiveRe
     labels = {"model": scheduler.vllm_config.model_config.model, "engine": f"vllm {vllm.__version__}"}
     # An existing trace, of another engine or program, is left alone.
     numbered = settings.numbered or is_trace(Path(settings.record))
-    try:
-        begin = LiveRecording.numbered if numbered else LiveRecording
-        recording = begin(settings.record, control, hardware=hardware(), **labels)
-        if recording.path != Path(settings.record):
-            logger.warning("%s is taken, so this engine records to %s", settings.record, recording.path)
-        return recording
-    except Exception as error:  # the engine is the user's
-        logger.error("%s: %s; the engine continues, and nothing is recorded", type(error).__name__, error)
-        return None
+    begin = LiveRecording.numbered if numbered else LiveRecording
+    recording = begin(settings.record, control, hardware=hardware(), **labels)
+    if recording.path != Path(settings.record):
+        logger.warning("%s is taken, so this engine records to %s", settings.record, recording.path)
+    return recording
+
+
+def _starting_to_record() -> Guard:
+    return Guard("a recording cannot begin:", "the engine continues, and nothing is recorded")
 
 
 def record_only(scheduler: Any) -> None:
@@ -310,22 +272,22 @@ def record_only(scheduler: Any) -> None:
     Methods of this one object are wrapped; vLLM's class, arguments and results stay unchanged. When the recording
     ends, also by an error in it, the methods are vLLM's own again.
     """
-    if hasattr(scheduler, "close_recording"):
+    if not hasattr(scheduler, "close_recording"):
+        _starting_to_record().call(_record_only, scheduler)
+
+
+def _record_only(scheduler: Any) -> None:
+    settings = Attachment.of_engine(scheduler.vllm_config)
+    if settings.record is None or settings.policy is not None:
         return
-    try:
-        settings = Attachment.of_engine(scheduler.vllm_config)
-        if settings.record is None or settings.policy is not None:
-            return
-        if scheduler.vllm_config.model_config.runner_type == "pooling":
-            logger.warning("the engine pools and generates nothing: nothing is recorded")
-            return
-        several = scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1
-        control = settings.control(overlapped=several or bool(scheduler.scheduler_config.async_scheduling))
-        watch = Watch(scheduler, control, settings)
-        if watch.recording is not None:
-            _RecordOnly(watch, watch.recording).begin()
-    except Exception as error:  # the engine is the user's
-        logger.error("%s: %s; the engine continues, and nothing is recorded", type(error).__name__, error)
+    if scheduler.vllm_config.model_config.runner_type == "pooling":
+        logger.warning("the engine pools and generates nothing: nothing is recorded")
+        return
+    several = scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1
+    control = settings.control(overlapped=several or bool(scheduler.scheduler_config.async_scheduling))
+    watch = Watch(scheduler, control, settings)
+    if watch.recording is not None:
+        _RecordOnly(watch, watch.recording).begin()
 
 
 class _RecordOnly:
@@ -346,20 +308,16 @@ class _RecordOnly:
             "_update_request_as_session": (self._before_turn, lambda session, *_: watch.continued(session, self._turn)),
             "schedule": (lambda *_: watch.control.iteration_starts(), None),
             "_update_after_schedule": (self._note_iteration, None),
-            "update_from_output": (watch.returned, lambda *_: watch.applied()),
+            "update_from_output": (watch.returned, lambda *_: watch.freed()),
             "update_draft_token_ids": (watch.drafted, None),
             "_handle_stopped_request": (watch.ended, None),
             "_free_request": (lambda request, *_: watch.left(request), lambda *_: watch.freed()),
             "set_pause_state": (lambda *_: watch.control.end_iteration(), None),
             "reset_prefix_cache": (lambda *_: watch.new_weights(), None),
         }
-        try:
-            for name, hooks in around.items():
-                if name not in NOT_IN_ALL or hasattr(self._scheduler, name):
-                    self._wrap(name, *hooks)
-        except Exception as error:
-            self._recording.give_up(error)
-            self._unwrap()
+        for name, hooks in around.items():
+            if name not in NOT_IN_ALL or hasattr(self._scheduler, name):
+                self._guarded(partial(self._wrap, name, *hooks), ())
         self._scheduler.close_recording = self._close
         self._scheduler.new_weights = lambda method: self._guarded(watch.new_weights, (method,))
         self._scheduler.note_delivered = lambda num_tokens: self._guarded(watch.note_delivered, (num_tokens,))
@@ -402,14 +360,10 @@ class _RecordOnly:
         setattr(self._scheduler, name, method)
 
     def _guarded(self, part: Callable[..., object], args: tuple[Any, ...]) -> None:
-        """Call `part`; after the first exception end the recording and unwrap."""
+        """Call `part`; after the recording's end, also by an error in `part`, unwrap."""
+        if not self._recording.ended:
+            self._recording.guard.call(part, *args)
         if self._recording.ended:
-            self._unwrap()
-            return
-        try:
-            part(*args)
-        except Exception as error:  # any: the engine serves users' requests
-            self._recording.give_up(error)
             self._unwrap()
 
     def _unwrap(self) -> None:
@@ -475,6 +429,22 @@ def policy_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Poli
     return cls(vllm_config, *args, **kwargs)
 
 
+def _checked_settings(config: VllmConfig) -> tuple[Attachment, BaseException | None]:
+    """Return the engine's settings and None; without a policy, and what it raised, where its class raises.
+
+    ConfigError where the engine cannot run the settings.
+    """
+    settings = Attachment()
+    try:
+        settings = Attachment.of_engine(config)
+        check_engine(config, settings, plugged_in=is_registered(), sound=speculative_sampling_is_sound())
+    except FAULTS as error:
+        if isinstance(error, ConfigError):
+            raise
+        return settings.model_copy(update={"policy": None}), error
+    return settings, None
+
+
 class PolicyScheduler(Scheduler):
     """Scheduler that has a policy choose before each iteration and trims or replaces drafts after it.
 
@@ -482,9 +452,10 @@ class PolicyScheduler(Scheduler):
     """
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        settings = Attachment.of_engine(vllm_config)
-        check_engine(vllm_config, settings, plugged_in=is_registered(), sound=speculative_sampling_is_sound())
-        if settings.policy is None:
+        begins, continues = "tltlab raised", "the engine continues without a policy, a recording or a capture"
+        self.guard = Guard(begins, continues, self._give_up)
+        settings, fault = _checked_settings(vllm_config)
+        if settings.policy is None and fault is None:
             raise ConfigError(
                 f"{type(self).__name__} has no policy to follow in this engine: leave scheduler_cls out (record= needs "
                 "none), or pass all options of vllm_options"
@@ -494,14 +465,14 @@ class PolicyScheduler(Scheduler):
         overlapped = isinstance(self, AsyncScheduler)
         # The V2 runner verifies the drafts it keeps on the device, not the tokens that the scheduler names.
         beside = not overlapped and not (self.num_spec_tokens and self.use_v2_model_runner)
-        self.control = settings.control(overlapped=overlapped, beside=beside)
+        self.control = settings.control(overlapped=overlapped, beside=beside, guarded=True)
+        if fault is not None:
+            self.control.guard.fail(fault)
         # With a table of depths in force vLLM does not pad new requests with placeholder drafts.
-        if self.num_spec_tokens:
-            self._draft_at_most(self.num_spec_tokens)
+        self._draft_at_most(self.num_spec_tokens)
         self.drafts_here_alone = drafts_nothing(vllm_config.speculative_config)
         self.watch = Watch(self, self.control, settings)
         self.capture: NullCapture = NullCapture()
-        self.given_up = False
         # State of the last iteration: the workers' draft depth and seconds, and the requests still without a draft.
         self._worker_depth = 0
         self._draft_s: float | None = None
@@ -509,31 +480,18 @@ class PolicyScheduler(Scheduler):
         self._has_drafts = False
 
     def _draft_at_most(self, depth: int) -> None:
-        self.dynamic_sd_lookup = [depth] * (self.max_num_running_reqs + 1)
+        if self.num_spec_tokens:
+            self.dynamic_sd_lookup = [depth] * (self.max_num_running_reqs + 1)
 
-    def _guarded(self, part: Callable[..., Any], *args: Any) -> Any:
-        """Call `part`; after the first exception disable all such calls and return None.
-
-        The engine then decodes plainly, so that its requests complete. The recording so far is kept.
-        """
-        if self.given_up:
-            return None
-        try:
-            return part(*args)
-        except Exception as error:
-            self.given_up = True
-            failure = f"tltlab raised {describe_exception(error)}"
-            logger.error("%s; the engine continues without a policy, a recording or a capture", failure)
-            self.control.failure = self.control.failure or failure
-            self._worker_depth, self._due_ids = 0, None
-            if self.num_spec_tokens:
-                self._draft_at_most(0)
-            with suppress(Exception):
-                self.capture.stop()
-            if self.watch.recording is not None:
-                with suppress(Exception):
-                    self.watch.recording.give_up(error)
-            return None
+    def _give_up(self) -> None:
+        """Decode plainly, so that requests complete, and keep the recording so far."""
+        self.control.guard.failure = self.control.guard.failure or self.guard.failure
+        self._worker_depth, self._due_ids = 0, None
+        self._draft_at_most(0)
+        with suppress(*FAULTS):
+            self.capture.stop()
+        if self.watch.recording is not None:
+            self.watch.recording.give_up()
 
     def _check_class(self, config: VllmConfig) -> None:
         overlapped = isinstance(self, AsyncScheduler)
@@ -551,32 +509,31 @@ class PolicyScheduler(Scheduler):
         continues = request.request_id in self.requests
         super().add_request(request)
         if not continues:
-            self._guarded(self._enter, self.watch.entered, request)
+            self.guard.call(self._enter, self.watch.entered, request)
 
     def _enter(self, watch: Callable[..., LiveRequest | None], request: Request, *before: LiveRequest | None) -> None:
-        if (live := watch(request, *before)) is not None:
-            self.capture.enter(request.request_id, live)
-            if live.drafting == "none beside":
-                for running in self.running:
-                    running.spec_token_ids = []
+        live = watch(request, *before)
+        if live is not None and live.drafting == "none beside":
+            for running in self.running:
+                running.spec_token_ids = []
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         # The next input of a streaming session: output so far becomes prompt, and the input starts a turn.
-        before = self._guarded(self.watch.left, session)
+        before = self.guard.call(self.watch.left, session)
         super()._update_request_as_session(session, update)
-        self._guarded(self._enter, self.watch.continued, session, before)
+        self.guard.call(self._enter, self.watch.continued, session, before)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self._due_ids is not None and self.requests:
             # As late as possible: the engine returns the last tokens first, and ended requests get no draft.
-            self._set_drafts(self._guarded(self._draft, self._due_ids, (), self._draft_s))
-        self._guarded(self.control.iteration_starts)
+            self._set_drafts(self.guard.call(self._draft, self._due_ids, (), self._draft_s))
+        self.guard.call(self.control.iteration_starts)
         return super().schedule(*args, **kwargs)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         # The last call of schedule(): the batch is final, and AsyncScheduler plans drafts by the depth set here.
         if scheduler_output.num_scheduled_tokens:
-            self._guarded(self._note_iteration, scheduler_output)
+            self.guard.call(self._note_iteration, scheduler_output)
             scheduler_output.num_spec_tokens_to_schedule = self._worker_depth
         super()._update_after_schedule(scheduler_output)
 
@@ -587,9 +544,9 @@ class PolicyScheduler(Scheduler):
         self.capture.scheduled(scheduler_output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
-        self._guarded(self._note_output, scheduler_output, model_runner_output)
+        self.guard.call(self._note_output, scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self._guarded(self.watch.applied)
+        self.guard.call(self.watch.freed)
         if not self.requests:
             self._due_ids = None
         return outputs
@@ -597,7 +554,6 @@ class PolicyScheduler(Scheduler):
     def _note_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> None:
         if (work := self.watch.returned(scheduler_output, model_runner_output)) is None:
             return
-        self.capture.landed()
         if self._beside and (self._has_drafts or self.control.tracker.in_force.strategy.speculates):
             self._due_ids = work.request_ids
 
@@ -610,11 +566,11 @@ class PolicyScheduler(Scheduler):
         draft_s = getattr(draft_token_ids, "draft_s", None)
         if self._worker_depth:
             workers = draft_token_ids.draft_token_ids
-            self._set_drafts(self._guarded(self._draft, draft_token_ids.req_ids, workers, draft_s))
+            self._set_drafts(self.guard.call(self._draft, draft_token_ids.req_ids, workers, draft_s))
         elif self._due_ids is not None:
             self._draft_s = draft_s
         elif draft_s and self._beside:
-            self._guarded(self.watch.drafted, draft_token_ids)
+            self.guard.call(self.watch.drafted, draft_token_ids)
 
     def _draft(self, ids: list[str], of_workers: Sequence[list[int]], draft_s: float | None) -> DraftTokenIds | None:
         """Return drafts for the last iteration's requests, those `of_workers` made in `draft_s` seconds.
@@ -640,25 +596,20 @@ class PolicyScheduler(Scheduler):
                     request.spec_token_ids = []
 
     def _handle_stopped_request(self, request: Request) -> bool:
-        self._guarded(self.watch.ended, request)
+        self.guard.call(self.watch.ended, request)
         return bool(super()._handle_stopped_request(request))
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._guarded(self._leave, request)
+        self.guard.call(self.watch.left, request)
         freed = super()._free_request(request, *args, **kwargs)
-        self._guarded(self.watch.freed)
+        self.guard.call(self.watch.freed)
         if not self.requests:
             self._due_ids = None
-            self._guarded(self.capture.idle)
         return freed
 
     def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
-        self._guarded(self.control.end_iteration)
+        self.guard.call(self.control.end_iteration)
         super().set_pause_state(*args, **kwargs)
-
-    def _leave(self, request: Request) -> None:
-        if (live := self.watch.left(request)) is not None:
-            self.capture.leave(request.request_id, live, str(request.get_finished_reason()))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self.new_weights()
@@ -666,11 +617,11 @@ class PolicyScheduler(Scheduler):
 
     def new_weights(self, method: str | None = None) -> None:
         """Note possible new weights: the prefix cache was reset, or a `method` was called on all workers."""
-        self._guarded(self.watch.new_weights, method)
+        self.guard.call(self.watch.new_weights, method)
 
     def note_delivered(self, num_tokens: Mapping[str, int]) -> None:
         """Note how many tokens clients have of requests that they are about to abort."""
-        self._guarded(self.watch.note_delivered, num_tokens)
+        self.guard.call(self.watch.note_delivered, num_tokens)
 
     def close_recording(self) -> None:
         """End the recording and turn it into a trace."""
@@ -687,7 +638,7 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
         if self._worker_depth and not self.control.drafts_fit:
-            self._guarded(self._trim, scheduler_output)
+            self.guard.call(self._trim, scheduler_output)
 
     def _trim(self, scheduler_output: SchedulerOutput) -> None:
         drafting = [

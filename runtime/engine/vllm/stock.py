@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from tltlab.errors import ConfigError, RunError, one_line
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 
@@ -59,7 +61,7 @@ class PlainStock:
                 now = time.perf_counter()
                 for output in outputs:
                     request = names[output.request_id]
-                    responses[output.request_id] = response(request, output.outputs[0], now - start, {})
+                    responses[output.request_id] = response(request, output.outputs[0], now - start, now - start)
                 rows.append(
                     {
                         "iteration": len(rows),
@@ -80,8 +82,8 @@ class PlainStock:
                 since = now
         return Rollout(
             responses=[responses[name] for name in names],
-            iterations=rows,
-            decisions=[],
+            iterations=pa.Table.from_pylist(rows),
+            decisions=pa.table({}),
             duration_s=time.perf_counter() - start,
             recorder_s=0.0,
             policy_s=0.0,

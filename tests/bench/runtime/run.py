@@ -247,7 +247,9 @@ class _ModeBench:
                     done.append((mode, epoch, round_, rollout, time.process_time() - began))
             seconds = sum(rollout.duration_s for _, _, n, rollout, _ in done if n == round_)
             progress(f"round {round_} of {rounds}: {seconds:.1f} s of rollouts" + (", to warm up" * (not round_)))
-        plain = PlainSteps([row for mode, _, _, r, _ in done if mode.kind == "stock" for row in r.iterations])
+        plain = PlainSteps(
+            [row for mode, _, _, r, _ in done if mode.kind == "stock" for row in r.iterations.to_pylist()]
+        )
         rows = [
             replace(measured(rollout, plain, mode=mode, epoch=epoch, round_=round_), processor_s=processor_s)
             for mode, epoch, round_, rollout, processor_s in done
@@ -276,7 +278,9 @@ class _ModeBench:
             seconds = {name: [rollout.duration_s for rollout in rollouts] for name, rollouts in found.items()}
             step_s = {
                 name: float(
-                    np.median([r["duration"] for of in rollouts for r in of.iterations if not r["prefill_tokens"]])
+                    np.median(
+                        [r["duration"] for of in rollouts for r in of.iterations.to_pylist() if not r["prefill_tokens"]]
+                    )
                 )
                 for name, rollouts in found.items()
             }
@@ -356,7 +360,7 @@ def measured(rollout: Rollout, plain: PlainSteps, *, mode: Mode, epoch: int, rou
     """The figures of a rollout; its tail is `tltlab.traces.metrics.tail_fraction`'s."""
     lengths = [len(response.token_ids) for response in rollout.responses]
     tail = tail_start([response.t_finish for response in rollout.responses])
-    verifying = [row for row in rollout.iterations if row["num_drafted"]]
+    verifying = [row for row in rollout.iterations.to_pylist() if row["num_drafted"]]
     return ModeRollout(
         mode=mode.name,
         kind=mode.kind,
@@ -367,7 +371,7 @@ def measured(rollout: Rollout, plain: PlainSteps, *, mode: Mode, epoch: int, rou
         num_tokens=sum(lengths),
         plain_s=plain.seconds(lengths),
         tail_seconds=rollout.duration_s - tail,
-        tail_tokens=sum(row["num_generated"] for row in rollout.iterations if row["t_start"] >= tail),
+        tail_tokens=sum(row["num_generated"] for row in rollout.iterations.to_pylist() if row["t_start"] >= tail),
         tail_plain_s=plain.seconds(lengths, beyond=tail_start(lengths)),
         num_pairs=sum(len(row["accepted_per_request"]) for row in verifying),
         num_accepted=sum(row["num_accepted"] for row in verifying),

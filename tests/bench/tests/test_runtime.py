@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from bench.runtime import run
@@ -30,8 +31,8 @@ def rollout(lengths, finishes, iterations):
     ]
     return Rollout(
         responses=responses,
-        iterations=iterations,
-        decisions=[],
+        iterations=pa.Table.from_pylist(iterations),
+        decisions=pa.table({}),
         duration_s=max(finishes) + 0.5,
         recorder_s=0.1,
         policy_s=0.2,

@@ -242,7 +242,7 @@ class PlayedEngine:
         if drafting:
             # What the requests brought along is no iteration's.
             for fed in self.control.drafters._drafter_feeds.values():
-                fed.feed()
+                fed.feed(self.control.live.values())
                 fed.drafter.catch_up()
         gc.collect()
         gc.freeze()
@@ -465,4 +465,5 @@ def _capture(scheduler: Any) -> _Runner:
     rows = RunnerCapture(runner, lambda sequence: None, max_bytes=1 << 30, max_positions=4096, max_tokens=1 << 20)
     rows.attach()
     scheduler.capture = rows
+    scheduler.control.observers += (rows,)
     return runner

@@ -8,7 +8,8 @@ from pathlib import Path
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import ExploreSpec, FixedSpec
 from tltlab.runtime.engine.generation import GenerationRequest
-from tltlab.runtime.engine.tracker import Scheduled
+from tltlab.runtime.engine.requests import LiveRequest
+from tltlab.runtime.engine.tracker import Iteration
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 CONTEXT, BLOCK = 96, 32
@@ -48,10 +49,11 @@ def timed_by_work(tracker, patch):
     """
     now_s, verified = 0.0, tracker.verified
 
-    def later(what, counts):
+    def later(counts):
         nonlocal now_s
+        what = tracker.in_flight[0]
         now_s += 1e-2 + 1e-4 * (len(what.request_ids) + sum(map(len, what.drafts.values())))
-        return verified(what, counts)
+        return verified(counts)
 
     patch.setattr(tracker, "clock", lambda: now_s)
     patch.setattr(tracker, "verified", later)
@@ -78,7 +80,18 @@ def changed(since):
 def scheduled(*request_ids, drafts=None, **more):
     """An iteration of an engine that is only played, without requests that wait, context and prefill if not told so."""
     counts = {"waiting": 0, "context_tokens": 0, "prefill_tokens": 0} | more
-    return Scheduled(request_ids=list(request_ids), drafts=drafts or {}, **counts)
+    return Iteration(request_ids=list(request_ids), drafts=drafts or {}, **counts)
+
+
+def running(key, prompt, output=(), **more):
+    """The record of a request that runs."""
+    return LiveRequest(name=key[1], key=key, prompt=prompt, output=output, max_response_tokens=100, **more)
+
+
+def rows_of(source):
+    """Rows of iterations and of decisions: of a control whose rollout ends, or of a tracker so far."""
+    tables = source.end() if hasattr(source, "driver") else source.drain().tables()
+    return [table.to_pylist() for table in tables]
 
 
 def raising(error):
@@ -112,5 +125,5 @@ def texts(rollout):
 
 def kept_and_refused(rollout):
     """Draft tokens."""
-    kept = sum(row["num_accepted"] for row in rollout.iterations)
-    return kept, sum(row["num_drafted"] for row in rollout.iterations) - kept
+    kept = sum(row["num_accepted"] for row in rollout.iterations.to_pylist())
+    return kept, sum(row["num_drafted"] for row in rollout.iterations.to_pylist()) - kept

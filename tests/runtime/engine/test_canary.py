@@ -115,7 +115,7 @@ def test_swapping_weights_loses_nothing(engine, bad, good, plain):
     rollout = generate(engine, until=swap)
     assert texts(rollout) == plain
     assert [response.finish_reason for response in rollout.responses] == ["length"] * 8
-    kept = [row["num_accepted"] / max(row["num_drafted"], 1) for row in rollout.iterations]
+    kept = [row["num_accepted"] / max(row["num_drafted"], 1) for row in rollout.iterations.to_pylist()]
     assert min(kept[2:5]) > 0.9
     assert max(kept[7:15]) < 0.5
     assert max(kept[17:]) > 0.9

@@ -19,7 +19,7 @@ from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .asking import scheduled
+from .asking import rows_of, scheduled
 
 LEARNED = LearnedSpec(method="eagle", model="a/head")
 BOTH = HybridSpec(first="ngram", otherwise="suffix")
@@ -50,7 +50,7 @@ class Played:
         self.control.iteration_starts()
         what = scheduled(*ids, drafts={name: draft for name, draft in self.drafts.items() if draft})
         self.depths.append(self.control.scheduled(what))
-        self.control.sampled(what, [kept + 1] * len(ids))
+        self.control.sampled([kept + 1] * len(ids))
         for name, output in self.outputs.items():
             output += [*self.drafts.get(name, ())[:kept], 9]
         drafts = self.control.drafts(ids[::-1], [self.learned] * len(ids), 0.0)
@@ -80,7 +80,7 @@ def chain(depth, drafter="parrot"):
 def test_choice_is_judged_by_iteration_that_verifies_it():
     engine, script = played(chain(4), chain(2), NO_SPECULATION, NO_SPECULATION)
     engine.goes_on(0, 3, 1, 0)
-    rows, decisions, _ = engine.control.end()
+    rows, decisions = rows_of(engine.control)
     found = [(r["draft_depth"], r["num_drafted"], r["num_accepted"]) for r in rows]
     assert found == [(0, 0, 0), (4, 4, 3), (2, 2, 1), (0, 0, 0)]
     assert [row["next_draft_depth"] for row in rows] == [4, 2, 0, 0]
@@ -126,14 +126,15 @@ def test_drafters_and_policies_receive_accepted_tokens():
     assert script.state.requests[0].generated_tokens == 8
 
 
+@pytest.mark.parametrize("error", [IndexError("no such arm"), SystemExit("no such arm")], ids=["raises", "exits"])
 @pytest.mark.parametrize("where", ["choose", "observe", "reward"])
-def test_a_policy_that_raises_is_asked_no_more(where, caplog):
+def test_a_policy_that_raises_is_asked_no_more(where, error, caplog):
     calls, stock = [], getattr(Script, where)
 
     def third_raises(self, *args):
         calls.append(where)
         if len(calls) == 3:
-            raise IndexError("no such arm")
+            raise error
         return stock(self, *args)
 
     policy = type("Raising", (Script,), {where: third_raises})(*[chain(2)] * 9)
@@ -145,10 +146,11 @@ def test_a_policy_that_raises_is_asked_no_more(where, caplog):
         drafted.append(len(engine.draft))
     # What the third choice brought is known two iterations later.
     assert drafted == ([2, 2, 0, 0, 0, 0, 0, 0] if where == "choose" else [2, 2, 2, 2, 0, 0, 0, 0])
-    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "no such arm" in text)
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "raise error" in text)
     (record,) = caplog.records
-    assert all(fact in record.getMessage() for fact in ("IndexError: no such arm", __file__, f"line {line}"))
-    rows, _, _ = engine.control.end()
+    facts = (f"{type(error).__name__}: no such arm", __file__, f"line {line}")
+    assert all(fact in record.getMessage() for fact in facts)
+    rows, _ = rows_of(engine.control)
     assert [row["draft_depth"] for row in rows] == [0, *drafted[:-1]]
     assert len(calls) == 3
     engine.control.set_selector(Script(chain(2)))
@@ -194,7 +196,7 @@ def drafts_of(selector, drafting, *before, budget=None, **drafters):
         work = scheduled("it")
         control.iteration_starts()
         control.scheduled(work)
-        control.sampled(work, [1])
+        control.sampled([1])
         drafts += control.drafts(work.request_ids, [], None)
     return drafts
 
@@ -252,7 +254,7 @@ def test_a_choice_pays_for_its_own_tokens_alone():
     choices = [chain(1, "slow"), *[NO_SPECULATION] * 3, *[chain(1, "slow")] * 3]
     batch, script = played(*choices, names="a", clock=lambda: slow.now_s, slow=slow)
     batch.goes_on(*[0] * 7)
-    rows, _, _ = batch.control.end()
+    rows, _ = rows_of(batch.control)
     # What came before the first draft of a rollout is paid by nobody, of the four tokens after the pause one is paid.
     assert [row["draft_duration"] for row in rows] == [0, 0, 0, 0, 1, 1, 1]
     assert [outcome.elapsed_s for _, outcome in script.told] == [0, 0, 0, 0, 1, 1]
@@ -280,7 +282,7 @@ def test_what_came_while_drafter_was_off_costs_nobody():
     choices = [*[NO_SPECULATION] * 9, *[chain(1, "slow")] * 6]
     batch, script = played(*choices, names="a", clock=lambda: slow.now_s, slow=slow)
     batch.goes_on(*[0] * 15)
-    rows, _, _ = batch.control.end()
+    rows, _ = rows_of(batch.control)
     # Ten tokens, then one more each: 3 of 10, 3 of 8, 3 of 6, 3 of 4, 2 of 2, 1 of 1.
     assert slow.told == [("a", 10), *[("a", 1)] * 5]
     assert slow.waiting == 0
@@ -321,7 +323,7 @@ def test_a_policys_randomness_is_its_seeds():
             engine.iterate()
             random.random()
             np.random.random()
-        return [row["draft_depth"] for row in control.end()[1]]
+        return [row["draft_depth"] for row in rows_of(control)[1]]
 
     first = depths(1, 2)
     assert len(set(first)) > 1
@@ -334,7 +336,7 @@ def test_selector_receives_outcomes_of_its_own_choices_alone():
     after = Script(chain(2), chain(2))
     engine.control.set_selector(after)
     engine.goes_on(1, 1)
-    _, decisions, _ = engine.control.end()
+    _, decisions = rows_of(engine.control)
     assert (before.outcomes, after.outcomes) == ([(4, [3])], [(2, [1])])
     assert [d["draft_depth"] for d in decisions] == [4, 4, 4, 2]
 
@@ -343,9 +345,9 @@ def test_without_rollouts_no_rows_accumulate():
     engine, _ = played(*[chain(2, "ngram")] * 4, ngram=NgramSpec(min_match=1))
     control = engine.control
     engine.goes_on(0, 0)
-    assert len(control.end()[0]) == 2
+    assert len(rows_of(control)[0]) == 2
     engine.goes_on(0, 0)
-    assert len(control.tracker.iterations) == 2
+    assert control.tracker.ended == []
     control.finish("r")
     assert control.drafters._drafter("ngram").memory_bytes > 0
     control.advance(1)

@@ -32,7 +32,7 @@ def test_every_drafter_leaves_greedy_tokens_as_they_are(roomy):
         assert min(rollout.recorder_s, rollout.policy_s, rollout.drafting_s) > 0
         assert rollout.recorder_s + rollout.policy_s + rollout.drafting_s < rollout.duration_s
         if name == "learned":
-            assert all(0 < row["draft_duration"] < row["duration"] for row in rollout.iterations[2:-2])
+            assert all(0 < row["draft_duration"] < row["duration"] for row in rollout.iterations.to_pylist()[2:-2])
 
 
 def test_a_bandits_choice_follows_the_better_arm(roomy, monkeypatch):
@@ -45,7 +45,7 @@ def test_a_bandits_choice_follows_the_better_arm(roomy, monkeypatch):
     chosen = Counter()
     rewards = {}
     for rl_step in range(1, 4):
-        for row in roomy.generate(requests(200), rl_step=rl_step, temperature=0.0).decisions:
+        for row in roomy.generate(requests(200), rl_step=rl_step, temperature=0.0).decisions.to_pylist():
             chosen[row["drafter"]] += rl_step > 1
             if row["reward"] is not None:
                 rewards.setdefault(row["drafter"], []).append(row["reward"])
@@ -56,7 +56,7 @@ def test_a_bandits_choice_follows_the_better_arm(roomy, monkeypatch):
 
 
 def accept_length_of(rollout):
-    rows = [row for row in rollout.iterations if row["num_drafted"]]
+    rows = [row for row in rollout.iterations.to_pylist() if row["num_drafted"]]
     return 1 + sum(row["num_accepted"] for row in rows) / sum(row["batch"] for row in rows)
 
 

@@ -45,7 +45,7 @@ def p_value(engine, exact, rounds):
         # The last token before the cap is never drafted: the third lets the second be.
         rollout = generate(engine, 512, 3, rl_step)
         pairs.update(tuple(r.token_ids[:2]) for r in rollout.responses)
-        drafted += sum(row["num_drafted"] for row in rollout.iterations)
+        drafted += sum(row["num_drafted"] for row in rollout.iterations.to_pylist())
     return cells_check(pairs, exact.joint(PROMPT, SAMPLING, 2)).p_value, drafted
 
 
@@ -69,14 +69,14 @@ def test_speculative_tokens_follow_the_target(roomy, exact):
 def test_durations_and_counts_add_up(roomy, monkeypatch):
     roomy.set_policy(fixed("ngram", 2))
     rollout = generate(roomy, 24, 50)
-    assert 0 < sum(row["duration"] for row in rollout.iterations) < rollout.duration_s
+    assert 0 < sum(row["duration"] for row in rollout.iterations.to_pylist()) < rollout.duration_s
     timed_by_work(roomy.control.tracker, monkeypatch)
-    rows = generate(roomy, 24, 50).iterations
+    rows = generate(roomy, 24, 50).iterations.to_pylist()
     for row in rows:
         assert row["duration"] == pytest.approx(1e-2 + 1e-4 * (row["batch"] + row["num_drafted"]))
     for before, after in pairwise(rows):
         assert after["t_start"] == pytest.approx(before["t_start"] + before["duration"])
-    rows = rollout.iterations
+    rows = rollout.iterations.to_pylist()
     generated = sum(row["num_generated"] for row in rows)
     assert generated >= sum(len(r.token_ids) for r in rollout.responses)
     assert rows[0]["prefill_tokens"] > 0
@@ -102,7 +102,7 @@ def test_a_policy_file_decides_alike_in_the_engine(roomy, tmp_path):
     roomy.set_policy(policy)
     on_paper = policy.build(np.random.default_rng(0))
     asked = [request("p", n, PROMPT, 5 * n, ignore_eos=False) for n in range(1, 10)]
-    for row in roomy.generate(asked, rl_step=0, temperature=TEMPERATURE).iterations:
+    for row in roomy.generate(asked, rl_step=0, temperature=TEMPERATURE).iterations.to_pylist():
         chosen = on_paper.choose(StepState(rl_step=0, batch=row["batch"], waiting=row["num_waiting"]))
         assert row["next_draft_depth"] == chosen.strategy.draft_depth
 

@@ -45,7 +45,9 @@ def test_preempted_requests_come_back_whole(cramped, policy, preempted):
     assert preempted, "the test needs preemption"
     assert {r.key: r.token_ids for r in rollout.responses} == ALONE
     # Drafts kept beyond a cap may add to the log.
-    assert sum(r["num_generated"] for r in rollout.iterations) >= sum(len(r.token_ids) for r in rollout.responses)
+    assert sum(r["num_generated"] for r in rollout.iterations.to_pylist()) >= sum(
+        len(r.token_ids) for r in rollout.responses
+    )
     assert cramped.control.live == {}
 
 
@@ -105,12 +107,12 @@ def test_an_engine_without_drafter_refuses_drafter_weights(cramped):
 def test_narrow_iteration_leaves_nothing_of_earlier_choice(narrow):
     # A prompt of 17 tokens in chunks of 16: the last one looks like decoding.
     rollout = narrow.generate(requests(2, 40, prompt_tokens=17), rl_step=0, temperature=0.9)
-    assert [row["prefill_tokens"] for row in rollout.iterations if row["prefill_tokens"]] == [32, 2]
-    last = rollout.iterations[1]
+    assert [row["prefill_tokens"] for row in rollout.iterations.to_pylist() if row["prefill_tokens"]] == [32, 2]
+    last = rollout.iterations.to_pylist()[1]
     for response in rollout.responses:
         assert last["t_start"] < response.t_first_token <= last["t_start"] + last["duration"]
     narrow.set_policy(switching(Strategy.chain("suffix", 6), Strategy.chain("ngram", 1), hold_iterations=1))
-    rows = narrow.generate(requests(16, 60), rl_step=0, temperature=0.0).iterations
+    rows = narrow.generate(requests(16, 60), rl_step=0, temperature=0.0).iterations.to_pylist()
     assert any(row["batch"] < 16 for row in rows[4:-20]), "the test needs requests that find no room"
     assert all(row["num_drafted"] <= row["batch"] * row["draft_depth"] for row in rows)
 

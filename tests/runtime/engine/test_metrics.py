@@ -23,7 +23,8 @@ NGRAM = Strategy.chain("ngram", 3)
 
 def iteration(strategy, duration_s, *drafts, batch=2, prefill=0):
     """One that is over; `drafts` are the tokens drafted and kept of each request."""
-    over = Iteration(0, 0.0, batch, 0, 10, prefill, Choice(strategy), True, 0.0)
+    counts = {"waiting": 0, "context_tokens": 10, "prefill_tokens": prefill}
+    over = Iteration(request_ids=["r"] * batch, drafts={}, **counts, verified=Choice(strategy), decided=True)
     over.drafted, over.accepted = [each[0] for each in drafts], [each[1] for each in drafts]
     over.num_generated = batch + sum(over.accepted)
     over.duration_s = duration_s

@@ -30,6 +30,6 @@ def test_a_new_drafter_drafts_in_an_engine(random_model, tmp_path, monkeypatch):
         engine.set_policy(policy)
         drafted = engine.generate(requests(4, 60, rl_step=1), rl_step=1, temperature=0.0)
     assert texts(drafted) == plain
-    assert {row["drafter"] for row in drafted.iterations if row["num_drafted"]} == {"mine"}
+    assert {row["drafter"] for row in drafted.iterations.to_pylist() if row["num_drafted"]} == {"mine"}
     kept, refused = kept_and_refused(drafted)
     assert kept > refused > 0

@@ -17,7 +17,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
-from .asking import scheduled
+from .asking import running, scheduled
 from .test_control import chain
 
 KEY = (0, "p", 0, 0)
@@ -55,7 +55,7 @@ def test_drafts_made_before_a_collapse_are_verified():
         depths.append(control.scheduled(what))
         if draft:
             makers.append(live.drafter)
-        control.sampled(what, [1])
+        control.sampled([1])
         output += text[len(output) :][: 9 if n == 0 else 1]
         (draft,) = control.drafts(["r"], [[7, 7, 7]], 0.0)
     assert makers == ["learned"] * 20 + ["ngram"] * 3
@@ -87,7 +87,7 @@ def test_without_fallback_only_model_free_drafts_remain():
     drafters = pool(fallback=None)
     hybrid = Strategy.chain("hybrid", 3)
     drafters.use([LEARNED, hybrid])
-    drafters.open(KEY, [5, 6, 5, 6, 5, 6])
+    drafters.open(running(KEY, [5, 6, 5, 6, 5, 6]))
     verified(drafters, 0)
     assert drafters.propose(LEARNED, [(KEY, 3)], [[7, 7, 7]]) == (["learned"], [[]])
     assert (drafters.worker_depth(LEARNED), drafters.worker_depth(hybrid)) == (0, 0)
@@ -157,7 +157,7 @@ def test_an_absent_or_stale_drafter_is_replaced(spec):
         pool.begin(1)
         assert pool["learned"].age == 0
         pool.begin(2)
-    pool.open(KEY, [1])
+    pool.open(running(KEY, [1]))
     assert pool.worker_depth(chain(3, "learned")) == 0
     assert pool.propose(chain(3, "learned"), [(KEY, 3)], [[]]) == (["parrot"], [[1, 1, 1]])
     pool.updated()
@@ -171,7 +171,7 @@ def test_a_hybrid_takes_the_more_promising_drafter(expected, drafter):
     pool = DrafterPool({"learned": HEAD, "parrot": Parrot(expected), "hybrid": hybrid}, 8)
     strategy = chain(4, "hybrid")
     pool.use([strategy])
-    pool.open(KEY, [1])
+    pool.open(running(KEY, [1]))
     pool.observe("learned", [(KEY, 4, 2)])
     assert pool.worker_depth(strategy) == 4
     assert pool.propose(strategy, [(KEY, 4)], [[5, 6, 7, 8]])[0][0] == drafter

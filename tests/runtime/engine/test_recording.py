@@ -12,7 +12,7 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.recording import LiveRecording, finish_reason_of
+from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.storage import is_unfinished
 from tltlab.traces.trace import read
@@ -33,8 +33,7 @@ class Engine:
         name = str(next(self._number))
         self.recording.arrives(None if key is None else key[0])
         rl_step = self.control.tracker.rl_step
-        live = self.control.add(name, key or (rl_step, f"p{prompt}", int(name), 0), [prompt], [], 99)
-        self.recording.arrived(live)
+        self.control.add(name, key or (rl_step, f"p{prompt}", int(name), 0), [prompt], [], 99)
         return name
 
     def iterates(self, seconds):
@@ -46,15 +45,13 @@ class Engine:
         self.now += seconds
         for live in lives.values():
             live.output.append(7)
-        self.control.sampled(what, [1] * len(lives))
-        self.recording.iterated()
+        self.control.sampled([1] * len(lives))
 
     def leaves(self, *names, reason="stop", got=None):
         for name in names:
-            self.recording.left(self.control.finish(name, got), reason)
+            self.control.finish(name, reason, got)
         if not self.control.live:
             self.control.idle()
-            self.recording.idle()
 
     def serves(self, num=1, seconds=1.0):
         """Some requests, together, of one token each."""
@@ -203,7 +200,7 @@ def test_giving_up_hands_over_what_has_happened(engine):
     engine.serves()
     engine.arrives()
     engine.iterates(2.0)
-    engine.recording.give_up(LookupError("of ours"))
+    engine.recording.guard.fail(LookupError("of ours"))
     engine.recording._thread.join(300)
     assert read(engine.path).iterations["duration"].tolist() == [1.0, 2.0]
 
@@ -222,6 +219,23 @@ def test_undelivered_tokens_are_not_counted(engine):
     assert list(map(len, trace.tokens["token_ids"])) == [3, 6]
 
 
+def test_tokens_become_durable_with_their_outcome(engine):
+    """Not before the last iteration of their request has its output: each flush is a trace by itself."""
+    engine.serves()
+    name = engine.arrives()
+    engine.control.iteration_starts()
+    engine.control.scheduled(scheduled(name))
+    engine.leaves(name, reason="abort")
+    found = []
+    for land in (lambda: None, lambda: engine.control.sampled([1])):
+        land()
+        engine.recording._write()
+        trace = read(engine.path)
+        found.append((len(trace.outcomes), len(trace.tokens)))
+    assert found == [(1, 1), (2, 2)]
+    assert trace.outcomes["discarded_tokens"].tolist() == [0, 1]
+
+
 def test_durable_rows_are_readable_while_recording(engine):
     engine.serves(2)
     engine.arrives()
@@ -231,12 +245,6 @@ def test_durable_rows_are_readable_while_recording(engine):
     assert "unfinished" in trace.manifest.notes
     assert "1 requests (rl_step 0)" in trace.manifest.notes
     assert engine.trace().outcomes["finish_reason"].tolist() == ["stop", "stop", "abort"]
-
-
-def test_a_reason_that_nobody_knows_is_an_abort():
-    reasons = (None, "stop", "length", "repetition", "abort", "error", "of a later vLLM")
-    assert [finish_reason_of(reason, 3) for reason in reasons] == ["stop", "stop", "length", "stop", *["abort"] * 3]
-    assert finish_reason_of("stop", 0) == "abort"
 
 
 class Disk:
@@ -329,7 +337,7 @@ class Unspeakable(Exception):
 def test_giving_up_raises_nothing(engine, monkeypatch, caplog):
     engine.serves(2)
     monkeypatch.setattr(engine.control.tracker, "drain", raising(LookupError("the tracker too")))
-    engine.recording.give_up(Unspeakable())
+    engine.recording.guard.fail(Unspeakable())
     assert "Unspeakable" in caplog.text
     engine.recording.close()
     assert of_steps(read(engine.path)) == [2]

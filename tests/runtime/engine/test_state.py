@@ -15,7 +15,7 @@ from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import PolicyFailed
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .asking import fixed, request
+from .asking import fixed, request, running
 
 SUFFIX = fixed("suffix")
 ARMS = (Strategy.chain("suffix", 4), Strategy.chain("ngram", 2), NO_SPECULATION)
@@ -48,7 +48,7 @@ def texts(rollout):
 
 def choices(rollout):
     names = ("iteration", "drafter", "draft_depth", "tokens_to_verify", "propensity", "bucket")
-    return [tuple(row[name] for name in names) for row in rollout.decisions]
+    return [tuple(row[name] for name in names) for row in rollout.decisions.to_pylist()]
 
 
 @pytest.mark.engine
@@ -68,7 +68,7 @@ def test_engines_continue_alike_from_state_and_seed(engines):
         for rl_step in (1, 2):
             engine.reseed([7, 0, rl_step, 0])
             rollout = generate(engine, rl_step)
-            found.append((texts(rollout), [row["num_drafted"] for row in rollout.iterations]))
+            found.append((texts(rollout), [row["num_drafted"] for row in rollout.iterations.to_pylist()]))
         assert sum(found[1][1]) > 20
         went_on.append((found, engine.state_dict()["drafters"]))
     assert went_on[0] == went_on[1]
@@ -101,8 +101,8 @@ def decisions(rollouts):
     rows, before = [], 0
     for number, rollout in enumerate(rollouts):
         before = before if number == 2 else 0
-        rows += [row | {"iteration": row["iteration"] + before} for row in rollout.decisions]
-        before += len(rollout.iterations)
+        rows += [row | {"iteration": row["iteration"] + before} for row in rollout.decisions.to_pylist()]
+        before += len(rollout.iterations.to_pylist())
     return rows
 
 
@@ -121,7 +121,7 @@ def test_decisions_repeat_an_adaptive_run_exactly(engines, kind):
     # After the last RL step of the rows the policy chooses, and draws what it would have drawn.
     assert other.state_dict()["selector"]["rng"] == first.state_dict()["selector"]["rng"]
     other.reseed([1])
-    assert generate(other, 2).decisions
+    assert generate(other, 2).decisions.to_pylist()
 
 
 @pytest.mark.engine
@@ -146,7 +146,7 @@ def test_a_restored_replay_continues_within_an_rl_step(engines):
 def test_a_replay_that_does_not_fit_states_where(engines):
     first, second = engines
     first.set_policy(ADAPTIVE["explore"], seed=[3])
-    rows = generate(first, 0).decisions
+    rows = generate(first, 0).decisions.to_pylist()
     for other in (SUFFIX, None):
         second.set_policy(other)
         with refused(ConfigError):
@@ -170,14 +170,15 @@ def test_suffix_drafts_after_load_follow_from_state_alone():
     keys = [(0, "p", n, 0) for n in range(4)]
     responses = [[7, 8, 9 + n, 10 + n, 7, 8, 12 - n] for n in range(4)]
     outputs = [[] for _ in keys]
-    for key, output in zip(keys, outputs, strict=True):
-        pools[0].open(key, [1, 2], output)
+    lives = [running(key, [1, 2], output) for key, output in zip(keys, outputs, strict=True)]
+    for live in lives:
+        pools[0].open(live)
     for position in range(7):
         for output, response in zip(outputs, responses, strict=True):
             output.append(response[position])
-        pools[0].feed(strategy, position, time.perf_counter)
-    for key in keys:
-        pools[0].close(key)
+        pools[0].feed(strategy, position, time.perf_counter, lives)
+    for live in lives:
+        pools[0].close(live)
     state = pools[0].state_dict()
     drafts = []
     for pool in pools:
@@ -185,11 +186,11 @@ def test_suffix_drafts_after_load_follow_from_state_alone():
         assert json.loads(json.dumps(pool.state_dict())) == json.loads(json.dumps(state))
         found = []
         for n, start in enumerate(([7], [8], [7, 8], [8, 9], [10, 7], [12, 7, 8])):
-            key = (1, "p", 10 + n, 0)
-            pool.open(key, [1, 2], start)
-            pool.feed(strategy, 7 + n, time.perf_counter)
-            found += pool.propose(strategy, [(key, 4)], [[]])[1]
-            pool.close(key)
+            live = running((1, "p", 10 + n, 0), [1, 2], start)
+            pool.open(live)
+            pool.feed(strategy, 7 + n, time.perf_counter, [live])
+            found += pool.propose(strategy, [(live.key, 4)], [[]])[1]
+            pool.close(live)
         drafts.append(found)
     assert drafts[0] == drafts[1] == drafts[2]
     assert any(drafts[0])

@@ -8,9 +8,7 @@ from tltlab.runtime.engine.tracker import IterationTracker
 from tltlab.state import NO_CHOICE, Choice
 from tltlab.strategy import Strategy
 
-from .asking import scheduled
-
-KEY = (0, "p", 0, 0)
+from .asking import rows_of, scheduled
 
 
 class Engine:
@@ -38,9 +36,9 @@ class Engine:
         return what
 
     def iterate(self, forward_s=1.0, draft_s=0.0, after_s=0.0, kept=0, **chosen):
-        what = self.schedule(self.tracker.in_force.strategy.draft_depth, **chosen)
+        self.schedule(self.tracker.in_force.strategy.draft_depth, **chosen)
         self.now += forward_s
-        self.tracker.sampled(self.tracker.verified(what, [1, kept + 1]))
+        self.tracker.sampled(self.tracker.verified([1, kept + 1]))
         since = self.now
         self.now += draft_s
         self.tracker.drafted(since, 0.0)
@@ -68,7 +66,7 @@ def test_row_has_what_its_iteration_verified_and_chose():
     engine.iterate(2.0, 0.5)
     engine.iterate(3.0, 0.25, kept=1)
     engine.tracker.end()
-    first, second = engine.tracker.iterations
+    (first, second), (decision,) = rows_of(engine.tracker)
     assert (first["rl_step"], first["worker"], first["iteration"], first["drafter"]) == (7, 2, 0, "none")
     assert (first["t_start"], first["duration"], first["draft_duration"]) == (0.0, 2.5, 0.5)
     assert (second["t_start"], second["duration"], second["draft_duration"]) == (2.5, 3.25, 0.25)
@@ -76,7 +74,6 @@ def test_row_has_what_its_iteration_verified_and_chose():
     assert (second["num_drafted"], second["num_accepted"], second["num_generated"]) == (2, 1, 3)
     assert second["accepted_per_request"] == [0, 1]  # in the order of the requests: b, a
     assert first["accepted_per_request"] is None
-    (decision,) = engine.tracker.decisions
     assert decision == {
         "rl_step": 7, "worker": 2, "iteration": 1, "bucket": 1, "drafter": "ngram", "draft_depth": 1, "top_k": 1,
         "tokens_to_verify": 2, "propensity": 0.5, "reward": 10.0,
@@ -90,8 +87,9 @@ def test_only_policy_choices_are_decisions():
     engine.iterate()
     engine.iterate()
     engine.tracker.end()
-    assert [row["draft_depth"] for row in engine.tracker.iterations] == [0, 1, 2, 3]
-    assert [(row["draft_depth"], row["reward"]) for row in engine.tracker.decisions] == [(2, None), (3, 10.0)]
+    rows, decisions = rows_of(engine.tracker)
+    assert [row["draft_depth"] for row in rows] == [0, 1, 2, 3]
+    assert [(row["draft_depth"], row["reward"]) for row in decisions] == [(2, None), (3, 10.0)]
 
 
 def test_a_pause_is_no_iterations_time():
@@ -100,7 +98,7 @@ def test_a_pause_is_no_iterations_time():
     engine.iterate(1.0, 0.5)
     engine.now += 100.0
     engine.tracker.pause()
-    assert engine.tracker.iterations[-1]["duration"] == 1.5
+    assert engine.tracker.ended[-1].duration_s == 1.5
     assert engine.tracker.in_force is NO_CHOICE
     engine.iterate()
     engine.tracker.end()
@@ -110,13 +108,13 @@ def test_a_pause_is_no_iterations_time():
 @pytest.mark.parametrize("wait", [IterationTracker.end_iteration, IterationTracker.pause], ids=["rests", "pauses"])
 def test_wait_ends_no_iteration_that_has_no_output(wait):
     engine = Engine()
-    what = engine.schedule()
+    engine.schedule()
     wait(engine.tracker)
     engine.now += 2.0
-    engine.tracker.sampled(engine.tracker.verified(what, [1, 1]))
+    engine.tracker.sampled(engine.tracker.verified([1, 1]))
     engine.now += 50.0
     wait(engine.tracker)
-    assert [row["duration"] for row in engine.tracker.iterations] == [2.0]
+    assert [each.duration_s for each in engine.tracker.ended] == [2.0]
 
 
 def test_a_choice_outlasts_a_rest():
@@ -127,7 +125,7 @@ def test_a_choice_outlasts_a_rest():
     assert engine.tracker.in_force.strategy.draft_depth == 1
     engine.iterate(1.0)
     engine.tracker.end()
-    assert [row["duration"] for row in engine.tracker.iterations] == [1.5, 1.0]
+    assert [each.duration_s for each in engine.tracker.ended] == [1.5, 1.0]
     assert len(engine.notified) == 1
 
 
@@ -137,24 +135,22 @@ def test_a_rollout_begins_at_0_with_the_choice():
     engine.tracker.end()
     engine.tracker.begin(8)
     engine.now += 0.5
-    engine.tracker.first_token(KEY)
     engine.iterate(2.0)
     engine.tracker.end()
-    (row,) = engine.tracker.iterations
+    (row,) = rows_of(engine.tracker)[0]
     assert (row["rl_step"], row["iteration"], row["t_start"], row["draft_depth"]) == (8, 0, 0.5, 1)
-    assert engine.tracker.first_token_s == {KEY: 0.5}
 
 
 def test_overlapped_iterations_run_from_output_to_output():
     engine = Engine(overlapped=True)
-    first = engine.schedule()
+    engine.schedule()
     engine.now += 1.0
-    second = engine.schedule(draft=1)
-    for seconds, work, counts in ((1.0, first, [1, 1]), (3.0, second, [2, 2])):
+    engine.schedule(draft=1)
+    for seconds, counts in ((1.0, [1, 1]), (3.0, [2, 2])):
         engine.now += seconds
-        engine.tracker.sampled(engine.tracker.verified(work, counts))
+        engine.tracker.sampled(engine.tracker.verified(counts))
     engine.tracker.end()
-    rows = [(r["t_start"], r["duration"], r["draft_duration"]) for r in engine.tracker.iterations]
+    rows = [(r["t_start"], r["duration"], r["draft_duration"]) for r in rows_of(engine.tracker)[0]]
     assert rows == [(0.0, 2.0, None), (2.0, 3.0, None)]
     ((told, outcome),) = engine.notified
     assert (told.strategy.draft_depth, outcome.elapsed_s, outcome.accepted) == (1, 3.0, [1, 1])
@@ -162,14 +158,14 @@ def test_overlapped_iterations_run_from_output_to_output():
 
 def test_iteration_in_flight_continues_in_next_rollout():
     engine = Engine(overlapped=True)
-    in_flight = engine.schedule()
+    engine.schedule()
     engine.now += 5.0
     engine.tracker.begin(8)
-    own = engine.schedule()
-    for work in (in_flight, own):
+    engine.schedule()
+    for _ in range(2):
         engine.now += 1.0
-        engine.tracker.sampled(engine.tracker.verified(work, [1, 1]))
-    rows = engine.tracker.iterations
+        engine.tracker.sampled(engine.tracker.verified([1, 1]))
+    rows, _ = rows_of(engine.tracker)
     assert [(row["rl_step"], row["iteration"], row["t_start"], row["duration"]) for row in rows] == [
         (8, 0, 0.0, 1.0),
         (8, 1, 1.0, 1.0),

@@ -15,7 +15,7 @@ from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.recipe.sections import EnvironmentConfig
 from tltlab.runtime.rollout.collected import requests_of, turns_of
 from tltlab.runtime.rollout.environments import Conversations, EnvironmentPool, stop_token_ids
-from tltlab.runtime.rollout.worker import enough
+from tltlab.runtime.rollout.worker import enough, packed
 from tltlab.runtime.run.data import rollouts_of
 
 from ..engine.asking import fixed
@@ -87,7 +87,7 @@ def tools(engine, versions, rl_step, version):
 
     def generate(shares, number, quotas):
         until = None if quotas is None else enough(shares[0], quotas[0])
-        return [engine.generate(shares[0], rl_step=rl_step, temperature=TEMPERATURE, until=until)]
+        return [packed(engine.generate(shares[0], rl_step=rl_step, temperature=TEMPERATURE, until=until))]
 
     return tools_of(generate, rl_step, score=versions.score(version), policy_version=version)
 
@@ -191,5 +191,5 @@ def test_turns_are_drawn_behind_what_tools_say(engine, versions, random_model, t
             rows = versions.rows(0, request.prompt_token_ids, text)[-len(turn.token_ids) :]
             assert list(turn.logprobs) == pytest.approx(rows[np.arange(len(rows)), list(turn.token_ids)], abs=1e-3)
         assert len(text) <= 40
-    ran = sum(row["num_generated"] for row in rolled.iterations)
+    ran = sum(row["num_generated"] for row in rolled.iterations.to_pylist())
     assert ran >= sum(len(r.token_ids) for r in rolled.responses)

@@ -235,7 +235,7 @@ def accepted(engine, prompt):
     """The greedy response to a prompt, and what was accepted of each draft for it."""
     request = GenerationRequest(key=(0, "p", 0, 0), prompt_token_ids=prompt, max_response_tokens=60, ignore_eos=True)
     rollout = engine.generate([request], rl_step=0, temperature=0.0)
-    drafted = [row for row in rollout.iterations if row["num_drafted"]]
+    drafted = [row for row in rollout.iterations.to_pylist() if row["num_drafted"]]
     return rollout.responses[0].token_ids, [row["accepted_per_request"][0] for row in drafted]
 
 

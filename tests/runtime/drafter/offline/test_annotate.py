@@ -17,6 +17,7 @@ from tltlab.runtime.drafter.heads.kinds import new_head
 from tltlab.runtime.drafter.offline.annotate import DraftModel, Eagle, learned_annotator
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest
+from tltlab.runtime.rollout.worker import packed
 from tltlab.runtime.run.rows import StepReport, step_rows
 from tltlab.strategy import Strategy
 from tltlab.traces.drafts import RecordedResponse
@@ -141,7 +142,7 @@ def recorded(folder, engine, strategy, *, rl_step, temperature):
     epochs = {request.key: 0 for request in requests}
     at = {"rewards": {}, "epochs": epochs, "policy_version": 0, "t_start": 0.0, "drafter": {}}
     with Recorder(folder, Manifest(kind="recorded", num_workers=1)) as recorder:
-        for table, rows in step_rows(step, [requests], [rollout], **at).items():
+        for table, rows in step_rows(step, [requests], [packed(rollout)], **at).items():
             recorder.append(table, rows)
     return tltlab.read(folder)
 

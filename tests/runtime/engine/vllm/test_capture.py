@@ -91,7 +91,7 @@ def test_states_are_hugging_faces(engine, target, policy, preempted):
     check(found, rollout, asked, target)
     assert any(s.first_position == BLOCK for s in found), "the test needs a cached prefix"
     assert any(s.first_position == 0 for s in found)
-    rows = rollout.iterations
+    rows = rollout.iterations.to_pylist()
     assert max(row["prefill_tokens"] for row in rows[:12]) <= 40, "the test needs prefill in chunks"
     assert preempted, "the test needs preemption"
     if policy is not None:
@@ -176,7 +176,7 @@ def test_sink_that_fails_ends_capture_and_not_rollout(engine, caplog):
     assert len(rollout.responses) == 8
     assert all(texts(rollout))
     assert len(found) == engine.captured.sequences == 2
-    assert engine.captured.failure == "OSError: no space left on device"
+    assert "OSError: no space left on device" in engine.captured.failure
     assert engine.captured.failure in caplog.text
 
 

@@ -42,6 +42,72 @@ PROMPTS = [[1, 4 + n, 5, 6, 4 + n, 5] for n in range(3)]
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
 """Compiling parts of the sampler takes longer than all that a program does with it."""
 
+EXITING = """
+import os, sys
+from pathlib import Path
+from tltlab import Choice, Selector, Strategy
+
+def exit_at(place):
+    if Path(os.environ["EXITS"]).read_text() == place:
+        sys.exit(3)
+
+class Exiting(Selector):
+    strategies = (Strategy.chain("ngram", 4),)
+
+    def __init__(self):
+        exit_at("__init__")
+
+    def choose(self, state):
+        exit_at("choose")
+        return Choice(self.strategies[0])
+
+    def observe(self, choice, outcome):
+        exit_at("observe")
+"""
+"""A policy that ends the process at the place that a file names."""
+
+EXITS = """
+import json, os, sys
+from pathlib import Path
+from tltlab.runtime import vllm_options
+from tltlab.runtime.engine.vllm import uncompiled
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+uncompiled(True).__enter__()
+from vllm import LLM, SamplingParams
+from exiting import Exiting
+
+prompts = [{"prompt_token_ids": [1, *(4 + (n * k + k) % 20 for k in range(6))]} for n in range(8)]
+file, found = Path(os.environ["EXITS"]), {}
+for place in ("stock", "", "__init__", "choose", "observe"):
+    file.write_text("")
+    options = {} if place == "stock" else vllm_options(Exiting)
+    file.write_text(place if place == "__init__" else "")
+    llm = LLM(sys.argv[1], enforce_eager=True, dtype="float32", max_model_len=128, kv_cache_memory_bytes=1 << 25,
+              **options)
+    found[place] = []
+    for _ in range(2):
+        answers = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True), use_tqdm=False)
+        found[place].append([list(answer.outputs[0].token_ids) for answer in answers])
+        # In the middle of its work: between two rollouts.
+        file.write_text(place)
+    llm.llm_engine.engine_core.shutdown()
+print(json.dumps(found))
+"""
+
+
+def test_a_policy_that_exits_leaves_stock_vllm(random_model, tmp_path, monkeypatch):
+    """While it is built, while it chooses and while it learns: the answers are stock vLLM's, and one line is said."""
+    (tmp_path / "exiting.py").write_text(EXITING)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    monkeypatch.setenv("EXITS", str(tmp_path / "place"))
+    printed, said = run_program(EXITS, random_model)
+    found = json.loads(printed.splitlines()[-1])
+    assert all(answers == found["stock"] for answers in found.values())
+    lines = [line for line in said.splitlines() if "exiting.py, line" in line]
+    assert len(lines) == 3
+    assert all("SystemExit: 3" in line and "the engine continues" in line for line in lines)
+
+
 PROGRAM = """
 import json, os, sys
 model, traces = sys.argv[1:]
@@ -223,21 +289,31 @@ class Server:
 
 @pytest.fixture(scope="module")
 def served(random_model, tmp_path_factory):
-    """A server with a policy and one without; each was told to end after all that it did.
+    """A server with a policy, one without, and one whose policy exits; each was told to end after all that it did.
 
-    The first one's trace, what 64 streams read of each, and the metrics of each.
+    The first one's trace, what 64 streams read of each, the metrics of each, and what the last one said.
     """
     folder = tmp_path_factory.mktemp("served")
     server_of = SimpleNamespace(trace=folder / "trace", texts=[], metrics={})
     port = port_of_its_own(20_000 + os.getpid() % 10_000)
     asked = vllm_options("beg-mab", record=server_of.trace, for_="trl")
-    # Both start at once: that is what takes long.
+    place = folder / "place"
+    place.write_text("")
+    (folder / "exiting.py").write_text(EXITING)
+    exits = {
+        "TLTLAB_POLICY": "exiting:Exiting", "TLTLAB_ALLOW_CODE": "exiting", "EXITS": str(place),
+        "PYTHONPATH": os.pathsep.join([str(folder), os.environ["PYTHONPATH"]]),
+    }  # fmt: skip
+    # All start at once: that is what takes long.
     places = {"beg-mab": (port, asked), "none": (port_of_its_own(port + 1), {})}
+    places["exits"] = port_of_its_own(places["none"][0] + 1), exits
     servers = {name: Server(random_model, folder / f"log-{name}", *place) for name, place in places.items()}
     try:
         for name, server in servers.items():
             server.wait(400)
-            if name != "none":
+            if name == "exits":
+                place.write_text("choose")
+            if name == "beg-mab":
                 server.ask(prompt=PROMPTS[0], max_tokens=10, vllm_xargs={"tltlab": [7, "p0", 0, 0]})
             server_of.texts.append(asyncio.run(streamed(server.url, random_model)))
             server_of.metrics[name] = scraped(server.url)
@@ -246,7 +322,15 @@ def served(random_model, tmp_path_factory):
     finally:
         for server in servers.values():
             server.process.kill()
+    server_of.said = servers["exits"].log.read_text()
     return server_of
+
+
+def test_a_policy_that_exits_ends_no_server(served):
+    assert served.texts[2] == served.texts[1]
+    (line,) = [line for line in served.said.splitlines() if "exiting.py, line" in line]
+    assert "SystemExit: 3" in line
+    assert any("SystemExit: 3" in key[2] for key in served.metrics["exits"] if key[0] == "tltlab:policy_info")
 
 
 def test_64_streams_have_text_of_server_without_policy(served):

@@ -425,9 +425,7 @@ def test_a_busy_engine_is_recorded_continuously(recorded, monkeypatch):
         assert time.monotonic() < deadline
     assert any(part.startswith("iterations/") for part in Contents.read(recorded.path).parts)
     tracker = recorded.recording.control.tracker
-    assert tracker.num_ended <= 6
-    assert tracker._iterations == []
-    assert len(tracker.first_token_s) <= 2
+    assert len(tracker.ended) <= 6
     drain(engine)
     trace = recorded.trace()
     assert len(trace.outcomes) == number

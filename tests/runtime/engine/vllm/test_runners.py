@@ -43,13 +43,13 @@ def called(cramped, monkeypatch):
 
 def test_off_means_off(cramped, called):
     cramped.set_policy(None)
-    rows = cramped.generate(requests(4, 30), rl_step=0, temperature=1.0).iterations
+    rows = cramped.generate(requests(4, 30), rl_step=0, temperature=1.0).iterations.to_pylist()
     assert called == {"sampler": len(rows)}
 
 
 def test_only_iterations_that_verify_drafts_pay_for_them(cramped, called):
     cramped.set_policy(switching(Strategy.chain("ngram", 4)))
-    rows = cramped.generate(requests(4, 60), rl_step=0, temperature=0.3).iterations
+    rows = cramped.generate(requests(4, 60), rl_step=0, temperature=0.3).iterations.to_pylist()
     verifying = sum(row["num_drafted"] > 0 for row in rows)
     assert 0 < verifying < len(rows)
     assert called["rejection sampler"] == called["gathering"] == called["proposer"] == verifying
@@ -122,7 +122,7 @@ def runner(roomy):
     """The roomy engine's, which is as it was afterwards."""
     _, runner = executor_and_runner(roomy)
     yield runner
-    for name in ("tltlab_failed", "tltlab_skipping", "tltlab_stopwatch"):
+    for name in ("tltlab_guard", "tltlab_skipping", "tltlab_stopwatch"):
         vars(runner).pop(name, None)
     roomy.llm.reset_prefix_cache()
 
@@ -148,6 +148,6 @@ def test_runner_errors_are_reported_once(roomy, runner, part, monkeypatch, caplo
     monkeypatch.setattr(where, name, lambda *args: stock(*args) if next(times) < 3 else raises())
     drafted = roomy.generate(requests(3, 40, rl_step=1), rl_step=1, temperature=0.0)
     assert texts(drafted) == texts(plain)
-    assert sum(row["num_drafted"] for row in drafted.iterations) > 0
-    assert runner.tltlab_failed
+    assert sum(row["num_drafted"] for row in drafted.iterations.to_pylist()) > 0
+    assert runner.tltlab_guard.failure
     assert "LookupError: a bug of ours" in said_once(caplog, "tltlab raised")

@@ -40,7 +40,7 @@ finally:
 check(captured, rollout, requests, loaded(Path(model)))
 print(json.dumps({"runner": [c.__module__ for c in type(runner).__mro__], "same": texts(plain) == texts(rollout),
                   "takes_drafts": takes_drafts, "graphs": [graphs.runner, graphs.mode], "schedule": schedule,
-                  "rows": rollout.iterations}))
+                  "rows": rollout.iterations.to_pylist()}))
 """
 
 
