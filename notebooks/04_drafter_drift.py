@@ -21,6 +21,7 @@
 
 # %%
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +96,7 @@ reasoning = log_normal(prompts=16, group_size=8, rl_steps=12, median=3000, sigma
 setting = {"costs": "h100-qwen2.5-7b", "acceptance": drafting, "workers": 8}
 policy = Policy(selector=FixedSpec(strategy=chain))
 once = [DrafterState(age=step, updates=1000) for step in range(12)]
-left_alone = Scenario.of(reasoning, **setting).rollouts(policy, drafter=once)
+left_alone = replace(Scenario.of(reasoning, **setting), drafter_states=tuple(once)).rollouts(policy)
 trained = simulate(reasoning, policy, spot="tlt", **setting)
 
 in_bubbles = [DrafterState(), *(rollout.spot.drafter for rollout in trained.rollouts)][:-1]

@@ -7,10 +7,9 @@ import pandas as pd
 
 from tltlab.traces.drafts import recorded_drafts
 from tltlab.traces.schema import KEY
-from tltlab.traces.trace import Trace
 
 
-def agreement(trace: Trace, drafter: str) -> pd.DataFrame:
+def agreement(trace, drafter):
     """A row per draft that the trace recorded: `annotated` and `recorded`, tokens kept without the bonus.
 
     Both are cut at the drafted depth, the text's end and the response's cap.

@@ -8,9 +8,7 @@ import gc
 import os
 import runpy
 import sys
-from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,14 +33,14 @@ sys.dont_write_bytecode = False
 pytest_plugins = ("again",)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write what commands print to tests/golden/printed")
 
 
 STARTING = {"ray_cluster", "one_ray"}
 """Fixtures that start Ray or a trainer's process: what uses one of them has the marker `engine`."""
 
-ON_RAY: set[Path] = set()
+ON_RAY = set()
 """Files that share one Ray."""
 
 ONE_ENGINE = {
@@ -63,11 +61,11 @@ LONGEST = {
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
+        def _split_scope(self, nodeid):
             scope = str(super()._split_scope(nodeid))
             return "one engine" if scope in ONE_ENGINE else scope
 
@@ -76,7 +74,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     for item in items:
         if STARTING & set(getattr(item, "fixturenames", ())):
             item.add_marker("engine")
@@ -86,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_ray() -> None:
+def one_ray():
     """Ray for all files in a row that ask for it, since starting it takes seconds."""
     from tltlab.runtime.ray.start import start_ray
 
@@ -94,7 +92,7 @@ def one_ray() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+def pytest_runtest_teardown(item, nextitem):
     yield
     over = item.path in ON_RAY and (nextitem is None or nextitem.path not in ON_RAY)
     if over and "ray" in sys.modules:
@@ -102,7 +100,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _forks(request: pytest.FixtureRequest) -> Iterator[None]:
+def _forks(request):
     """Whatever runs start on Ray here are forks of one process."""
     if not any(item.get_closest_marker("engine") for item in request.session.items):
         yield
@@ -117,21 +115,21 @@ _unfreeze = gc.unfreeze
 _unfrozen = False
 
 
-def _unfreeze_and_tell() -> None:
+def _unfreeze_and_tell():
     """`gc.unfreeze`, remembered: `gc.get_freeze_count` walks through all that is frozen, 0.05 s for each test."""
     global _unfrozen
     _unfrozen = True
     _unfreeze()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     # What was imported stays: every later collection would go through it again.
     gc.collect()
     gc.freeze()
     gc.unfreeze = _unfreeze_and_tell
 
 
-def pytest_runtest_logfinish() -> None:
+def pytest_runtest_logfinish():
     # As an engine closes vLLM lets go of all that was frozen, and the next one would go through it several times.
     global _unfrozen
     if _unfrozen:
@@ -140,6 +138,6 @@ def pytest_runtest_logfinish() -> None:
         _unfrozen = False
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure():
     gc.unfreeze = _unfreeze
     gc.unfreeze()

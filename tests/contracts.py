@@ -6,7 +6,6 @@ come through as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from tltlab.drafters.budget import DraftBudget
@@ -15,7 +14,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import BATCHES, NUM_ITERATIONS, _NoRequests, _reload, _requests
 
 
-def check_budget(factory: Callable[[], DraftBudget]) -> None:
+def check_budget(factory):
     """Check that the budgets `factory()` builds keep the promises of `DraftBudget`; AssertionError if one does not.
 
     They give each request of the batch a whole number of tokens from 0 to the draft depth, no more in all than the
@@ -36,7 +35,7 @@ def check_budget(factory: Callable[[], DraftBudget]) -> None:
         assert after == allotted, f"a restored budget goes on differently; state_dict must hold all {place}"
 
 
-def _share_out(budget: DraftBudget, start: int = 0, stop: int = NUM_ITERATIONS) -> list[tuple[str, list[int]]]:
+def _share_out(budget, start=0, stop=NUM_ITERATIONS):
     """Ask and tell through iterations start ... stop - 1, after a third of them requests finish; where and what."""
     strategies = (NO_SPECULATION, Strategy.chain("ngram", 4), Strategy("ngram", 8, 1, 5), Strategy("ngram", 8, 1, 2))
     record = []
@@ -53,7 +52,7 @@ def _share_out(budget: DraftBudget, start: int = 0, stop: int = NUM_ITERATIONS) 
     return record
 
 
-def _allotted(budget: DraftBudget, state: StepState, strategy: Strategy, place: str) -> list[int]:
+def _allotted(budget, state, strategy, place):
     allotted = budget.allot(state, strategy)
     assert len(allotted) == state.batch, f"allot gave {len(allotted)} numbers for {state.batch} requests {place}"
     for tokens in allotted:
@@ -66,7 +65,7 @@ def _allotted(budget: DraftBudget, state: StepState, strategy: Strategy, place: 
     return allotted
 
 
-def _budget_state(i: int) -> StepState:
+def _budget_state(i):
     """Requests that know nothing, some of them or all of their recent acceptance; now and then none are listed."""
     batch = BATCHES[::-1][i % 12]
     acceptance = [None if (i + j) % 3 == 0 else (j * 7 + i) % 11 / 2 for j in range(batch)] if i % 4 else [None] * batch

@@ -14,10 +14,8 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,7 +32,7 @@ class Content:
     versions: list[tuple[int, bytes]] | None
     confirmed: list[int] = field(default_factory=list)
 
-    def at(self, moment: int) -> tuple[bytes, bytes | None]:
+    def at(self, moment):
         """The newest content, and the one confirmed last where that is another, or not known to be there at all."""
         versions = [(since, data) for since, data in self.versions or () if since <= moment]
         newest_since, newest = versions[-1] if versions else (0, b"")
@@ -47,16 +45,16 @@ class Content:
 class Disk:
     """Logs what happens below the folder `root`; within, `moment` is the number of what has happened so far."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
-        self.contents: dict[int, Content] = {ROOT: Content(None)}
-        self.changes: list[tuple[int, dict[Name, int | None]]] = []
+        self.contents = {ROOT: Content(None)}
+        self.changes = []
         self.moment = 0
-        self._names: dict[Name, int] = {}
-        self._inodes: dict[int, int] = {}
+        self._names = {}
+        self._inodes = {}
         self._looking = threading.RLock()
 
-    def __enter__(self) -> Disk:
+    def __enter__(self):
         self._patch = pytest.MonkeyPatch()
         for name in ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "fsync"):
             self._patch.setattr(os, name, self._watched(getattr(os, name), confirms=name == "fsync"))
@@ -65,11 +63,11 @@ class Disk:
             content.confirmed.append(self.moment)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self._patch.undo()
 
-    def _watched(self, call: Any, *, confirms: bool) -> Any:
-        def watched(*args: Any, **kwargs: Any) -> Any:
+    def _watched(self, call, *, confirms):
+        def watched(*args, **kwargs):
             with self._looking:
                 self.look()
                 result = call(*args, **kwargs)
@@ -84,12 +82,12 @@ class Disk:
 
         return watched
 
-    def look(self) -> int:
+    def look(self):
         """Log what has changed since the last look; the moment it is now."""
         with self._looking:
             self.moment += 1
-            names: dict[Name, int] = {}
-            inodes: dict[int, int] = {self.root.stat().st_ino: ROOT}
+            names = {}
+            inodes = {self.root.stat().st_ino: ROOT}
             self._walk(self.root, ROOT, names, inodes)
             came = {name: number for name, number in names.items() if self._names.get(name) != number}
             gone = {name: number for name, number in self._names.items() if names.get(name) != number}
@@ -102,7 +100,7 @@ class Disk:
             self._names, self._inodes = names, inodes
             return self.moment
 
-    def _walk(self, folder: Path, number: int, names: dict[Name, int], inodes: dict[int, int]) -> None:
+    def _walk(self, folder, number, names, inodes):
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             inode = entry.stat(follow_symlinks=False).st_ino
             is_folder = entry.is_dir(follow_symlinks=False)
@@ -119,24 +117,22 @@ class Disk:
             if not versions or versions[-1][1] != data:
                 versions.append((self.moment, data))
 
-    def states(self, moment: int) -> Iterator[dict[str, bytes | None]]:
+    def states(self, moment):
         """What may be there after the power went at a moment: files, and folders as None, by their place."""
         happened = [change for change in self.changes if change[0] <= moment]
         lasting = [any(self._confirmed(folder, when, moment) for folder, _ in names) for when, names in happened]
         for applied in _ideals([names for _, names in happened], lasting):
-            tree: dict[Name, int | None] = {}
+            tree = {}
             for (_, names), there in zip(happened, applied, strict=True):
                 if there:
                     tree.update(names)
             for how in (None, _BEFORE, _HALF, _ZEROS):
                 yield dict(self._files(tree, ROOT, "", moment, how))
 
-    def _confirmed(self, folder: int, since: int, moment: int) -> bool:
+    def _confirmed(self, folder, since, moment):
         return any(since <= when <= moment for when in self.contents[folder].confirmed)
 
-    def _files(
-        self, tree: dict[Name, int | None], folder: int, place: str, moment: int, how: str | None
-    ) -> Iterator[tuple[str, bytes | None]]:
+    def _files(self, tree, folder, place, moment, how):
         for (within, name), number in tree.items():
             if within == folder and number is not None:
                 content, path = self.contents[number], f"{place}{name}"
@@ -150,10 +146,10 @@ class Disk:
                     yield path, data
 
 
-def _ideals(changes: list[dict[Name, int | None]], lasting: list[bool]) -> Iterator[list[bool]]:
+def _ideals(changes, lasting):
     """Which changes are there: those that last; and of the others none, all up to one, one alone, all but one."""
 
-    def with_before(wanted: list[bool]) -> list[bool]:
+    def with_before(wanted):
         # Who sees a later change of a name sees the earlier ones.
         there, seen = [*wanted], set()
         for at in reversed(range(len(changes))):
@@ -178,7 +174,7 @@ def _ideals(changes: list[dict[Name, int | None]], lasting: list[bool]) -> Itera
         yield with_before(without)
 
 
-def put(state: dict[str, bytes | None], folder: Path) -> None:
+def put(state, folder):
     """Have a folder hold a state and nothing else."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -189,14 +185,12 @@ def put(state: dict[str, bytes | None], folder: Path) -> None:
             (folder / place).write_bytes(data)
 
 
-def crashes(
-    disk: Disk, told: list[tuple[int, Any]], *, short: int
-) -> Iterator[tuple[tuple[Any, Any], dict[str, bytes | None]]]:
+def crashes(disk, told, *, short):
     """Each state that a disk may be in, with what a program had been told before and is told next.
 
     About `short` of them, evenly over time, unless TLTLAB_CRASH is set.
     """
-    found: dict[Any, tuple[tuple[Any, Any], dict[str, bytes | None]]] = {}
+    found = {}
     # In between nothing happened.
     eventful = {moment for moment, _ in (*disk.changes, *told)}
     for content in disk.contents.values():

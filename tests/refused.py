@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 
 @contextmanager
-def refused(
-    error: type[BaseException] | tuple[type[BaseException], ...], naming: tuple[object, ...] = ()
-) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+def refused(error, naming=()):
     """Expect `error` within, and each of `naming` somewhere in its message, whole numbers whole; the sentence is free.
 
     >>> with refused(ValueError, naming=("--depth", 9)):
@@ -25,7 +22,7 @@ def refused(
     assert not missing, f"the message does not name {', '.join(missing)}: {message}"
 
 
-def _names(message: str, fact: str) -> bool:
+def _names(message, fact):
     """True where `fact` begins a word of the message, and ends it where it ends in a digit."""
     before = r"(?<!\w)" if fact[:1].isalnum() else ""
     after = r"(?!\w)" if fact[-1:].isdigit() else ""

@@ -5,20 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from tltlab.coordination.progress import SpotTraining
-
 
 def spot_rows(
-    truth: SpotTraining,
-    rl_step: int,
-    idle_s: list[float],
-    end_s: float,
-    rng: np.random.Generator,
+    truth,
+    rl_step,
+    idle_s,
+    end_s,
+    rng,
     *,
-    noise: float = 0.0,
-    own_tokens: bool = True,
-    saves: bool = True,
-) -> list[dict]:
+    noise=0.0,
+    own_tokens=True,
+    saves=True,
+):
     """Rows of one RL step's period: workers are idle from `idle_s` on, those before `end_s` join, all stop then.
 
     Updates are finished, workers leave `yield_s` after the order to. With `own_tokens` every member trains as many
@@ -27,10 +25,10 @@ def spot_rows(
     begin = min(idle_s)
     if begin >= end_s:
         return []
-    rows: dict[int, dict] = {}
+    rows = {}
     now, unsaved = begin, 0
 
-    def join(workers: list[int], pause_s: float) -> None:
+    def join(workers, pause_s):
         nonlocal now
         for worker in workers:
             rows[worker] = {
@@ -43,7 +41,7 @@ def spot_rows(
             row["setup_s"] += pause_s
             row["members"] = len(rows)
 
-    def save() -> None:
+    def save():
         nonlocal now, unsaved
         now, unsaved = now + truth.checkpoint_s, 0
         for row in rows.values():
@@ -76,6 +74,6 @@ def spot_rows(
     return list(rows.values())
 
 
-def frame(rows: list[dict]) -> pd.DataFrame:
+def frame(rows):
     """As a table of the trace."""
     return pd.DataFrame(rows).assign(loss=1.0, accept=[[0.8, 0.6]] * len(rows), detail=None)

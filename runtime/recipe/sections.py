@@ -316,13 +316,11 @@ class CheckpointConfig(FiniteModel):
 class LogConfig(FiniteModel):
     """Destinations of metrics next to the trace.
 
-    With `tensorboard` event files in the run's folder; the project `wandb` of Weights & Biases; the experiment `mlflow`
-    of MLflow.
+    With `tensorboard` event files in the run's folder; the project `wandb` of Weights & Biases.
     """
 
     tensorboard: bool = True
     wandb: str | None = None
-    mlflow: str | None = None
 
 
 class FaultConfig(FiniteModel):

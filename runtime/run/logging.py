@@ -1,8 +1,7 @@
-"""Outputs for watching a run: a progress bar or plain lines, TensorBoard, and W&B and MLflow by the recipe.
+"""Outputs for watching a run: a progress bar or plain lines, TensorBoard, and W&B by the recipe.
 
 A logger that cannot start is an error at once; one that fails later is reported once and dropped. A resumed run
-continues in the same run of W&B and MLflow, and a repeated RL step is not logged again there, since neither can delete
-values.
+continues in the same run of W&B, and a repeated RL step is not logged again there, since it cannot delete values.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +27,6 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from tltlab.config import leaves
 from tltlab.errors import ConfigError, one_line
 from tltlab.files import read_json, sealed, write_json
 from tltlab.runtime.recipe.sections import LogConfig
@@ -47,10 +44,10 @@ class RunLog:
     """Printed lines of `train`, and its metrics of each RL step.
 
     `out` is the run's folder, `total_steps` the RL steps from 0 on, `resume_from` the first that this process runs. For
-    a step repeated by a later process or after a trainer's failure, TensorBoard shows the later values, W&B and MLflow
-    the earlier ones. `settings` are shown with the run by W&B and MLflow; give nothing secret. Standard error gets each
-    step's figures (`step_text`), above a progress bar on a terminal. ConfigError where a logger of `config` is not
-    installed or does not start.
+    a step repeated by a later process or after a trainer's failure, TensorBoard shows the later values, W&B the earlier
+    ones. `settings` are shown with the run by W&B; give nothing secret. Standard error gets each step's figures
+    (`step_text`), above a progress bar on a terminal. ConfigError where a logger of `config` is not installed or does
+    not start.
     """
 
     def __init__(
@@ -211,58 +208,9 @@ class Wandb:
         self._run.finish(exit_code=int(failed))
 
 
-class Mlflow:
-    """Sends from a thread: a server that does not answer is retried for minutes, without blocking the run."""
-
-    def __init__(self, project: str, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None:
-        import mlflow
-
-        self._client = mlflow.MlflowClient()
-        earlier = _run_ids(out).get("mlflow", {})
-        if earlier:
-            self._run_id = earlier["id"]
-            self._client.update_run(self._run_id, status="RUNNING")
-            history = self._client.get_metric_history(self._run_id, EVERY_STEP)
-        else:
-            experiment = mlflow.set_experiment(project)
-            self._run_id = self._client.create_run(experiment.experiment_id, run_name=out.absolute().name).info.run_id
-            _add_run_id(out, "mlflow", {"id": self._run_id})
-            # MLflow has no nested settings.
-            mlflow.log_params(dict(leaves(settings)), run_id=self._run_id)
-            history = []
-        self._earlier: int = max((metric.step for metric in history), default=-1)
-        self._log = mlflow.log_metrics
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlflow")
-        self._futures: deque[Future[None]] = deque()
-
-    def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
-        if EVERY_STEP in metrics:
-            if rl_step <= self._earlier:
-                return
-            self._earlier = rl_step
-        while self._futures and self._futures[0].done():
-            self._arrived(self._futures.popleft())
-        self._futures.append(self._thread.submit(self._log, dict(metrics), step=rl_step, run_id=self._run_id))
-
-    def close(self, *, failed: bool) -> None:
-        while self._futures:
-            self._arrived(self._futures.popleft())
-        self._thread.shutdown()
-        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
-
-    def _arrived(self, future: Future[None]) -> None:
-        try:
-            future.result()
-        except BaseException:
-            # Each of the others would be retried for minutes too.
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
 LOGGERS: dict[str, tuple[str, type[Logger]]] = {
     "tensorboard": ("TensorBoard", TensorBoard),
     "wandb": ("W&B", Wandb),
-    "mlflow": ("MLflow", Mlflow),
 }
 """By the recipe's field, which is also the name of the package."""
 

@@ -35,8 +35,8 @@ from tltlab.calibration.stages import (
     rollout_share,
     workloads,
 )
-from tltlab.costs.base import DRAFTING, CalibratedRange, CostModel
-from tltlab.costs.evidence import LEVEL, Evidence, interval
+from tltlab.costs.base import DRAFTING, CostModel
+from tltlab.costs.evidence import LEVEL, CalibratedRange, Evidence, interval
 from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts

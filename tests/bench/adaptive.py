@@ -21,9 +21,9 @@ from tltlab.runtime.drafter.offline.runs import (
     AcceptedDrafts,
     annotated_drafts,
     by_position,
+    drafts_of,
     idle_times,
     last_third,
-    live_drafts,
 )
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.models.runs import DRAFTER, Kind, Sizes, fixed_depth, recipe_of, trained_beside, warmed_up
@@ -120,6 +120,27 @@ def compared(frozen: Trace, adaptive: Trace) -> dict[str, Any]:
         }
         for part, of in (("live", live), ("paired", paired))
     }
+
+
+def live_drafts(trace: Trace, drafter: str) -> list[AcceptedDrafts]:
+    """Return the accepted drafts of one drafter, by RL step; RL steps without drafts of it are left out.
+
+    Iterations in which some request had fewer drafted tokens than the others, near its end, are not counted: rows do
+    not identify the request.
+    """
+    rows = trace.iterations
+    if rows is None:
+        return []
+    rows = rows[(rows["drafter"] == drafter) & (rows["num_drafted"] > 0)]
+    by_step: dict[int, list[int]] = {}
+    depth = 0
+    for step, deep, drafted, accepted in zip(
+        rows["rl_step"], rows["draft_depth"], rows["num_drafted"], rows["accepted_per_request"], strict=True
+    ):
+        if drafted == deep * len(accepted):
+            by_step.setdefault(int(step), []).extend(int(n) for n in accepted)
+            depth = max(depth, int(deep))
+    return [drafts_of(step, accepted, depth) for step, accepted in sorted(by_step.items())]
 
 
 def summary(runs: Sequence[Mapping[str, Any]], rng: np.random.Generator) -> dict[str, Any]:

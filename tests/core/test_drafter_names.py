@@ -33,7 +33,7 @@ from tltlab.policies.simple import Fixed
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
-from tltlab.traces.schema import Manifest
+from tltlab.traces.schema import Contents, Manifest
 from tltlab.traces.trace import Trace, read
 
 ROOT = Path(__file__).parents[2]
@@ -168,5 +168,6 @@ def test_unknown_drafters_and_trees_of_text_are_refused():
 
 def test_manifest_without_own_drafters_does_not_name_them():
     manifest = Manifest(kind="recorded")
-    assert "drafters" not in manifest.to_json()
-    assert '"has_network": true' in manifest.model_copy(update={"drafters": {"mtp": NETWORK}}).to_json()
+    assert "drafters" not in Contents(manifest=manifest).to_json()
+    described = manifest.model_copy(update={"drafters": {"mtp": NETWORK}})
+    assert '"has_network": true' in Contents(manifest=described).to_json()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
 from statistics import NormalDist
 
 import numpy as np
 
-from tltlab.acceptance.base import AcceptanceModel, Key, RequestArrays, known_drafter, only_chains
-from tltlab.arrays import Floats
-from tltlab.strategy import Strategy
+from tltlab.acceptance.base import AcceptanceModel, Key, known_drafter, only_chains
 
 
-def normals(seed: int, keys: Iterable[Key]) -> Floats:
+def normals(seed, keys):
     """A standard normal per request, a hash of (seed, key) and of nothing else."""
     quantile = NormalDist().inv_cdf
     digests = (hashlib.blake2b(repr(("level", seed, key)).encode(), digest_size=8).digest() for key in keys)
@@ -37,14 +34,14 @@ class CurveAcceptance(AcceptanceModel):
     known: tuple[tuple[Key, float], ...] = ()
 
     @property
-    def drafters(self) -> tuple[str, ...]:
+    def drafters(self):
         return self.names
 
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
+    def levels(self, drafter, keys, seed):
         known, drawn = dict(self.known), self.spread * normals(seed, keys)
         return np.array([known.get(key, level) for key, level in zip(keys, drawn.tolist(), strict=True)], np.float64)
 
-    def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
+    def survival(self, strategy, requests):
         only_chains(strategy, "curves")
         known_drafter(strategy, self.names, "the acceptance model")
         at = np.minimum(np.arange(strategy.reach), len(self.keep_logits) - 1)

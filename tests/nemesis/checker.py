@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -29,12 +27,12 @@ class Fault(AssertionError):
     """A folder that is not what it must be."""
 
 
-def require(holds: bool, *sentence: object) -> None:
+def require(holds, *sentence):
     if not holds:
         raise Fault(" ".join(map(str, sentence)))
 
 
-def sealed_json(path: Path) -> dict[str, Any]:
+def sealed_json(path):
     """A JSON object whose "sha256" is that of its other keys: as ASCII JSON, keys sorted, without spaces."""
     value = json.loads(path.read_text(encoding="utf-8"))
     seal = value.pop("sha256", None)
@@ -43,11 +41,11 @@ def sealed_json(path: Path) -> dict[str, Any]:
     return dict(value)
 
 
-def trace(folder: Path) -> Rows:
+def trace(folder):
     """The rows of a trace, finished or not, in the parts that the manifest has sums of: others are nothing."""
     told = sealed_json(folder / "manifest.json")
     require((told["format"], told["version"]) == ("tltlab-trace", 1), folder, "is no trace of version 1")
-    rows: Rows = {}
+    rows = {}
     for place, sha256 in told.get("parts", told.get("sums")).items():
         path = folder / place
         require(hashlib.sha256(path.read_bytes()).hexdigest() == sha256, path, "is not what its sum says")
@@ -58,7 +56,7 @@ def trace(folder: Path) -> Rows:
     return rows
 
 
-def finished(folder: Path) -> Rows:
+def finished(folder):
     """The rows of a trace that is finished, with no file that the manifest does not name."""
     told = sealed_json(folder / "manifest.json")
     require("unfinished" not in told, folder, "is not finished")
@@ -67,7 +65,7 @@ def finished(folder: Path) -> Rows:
     return trace(folder)
 
 
-def responses(where: Path, rows: Rows) -> None:
+def responses(where, rows):
     """How tables fit together: a row for each key, an outcome for each request, as many tokens as it says."""
     for name, columns in UNIQUE.items():
         keys = [tuple(row[column] for column in columns) for row in rows.get(name, ())]
@@ -83,21 +81,21 @@ def responses(where: Path, rows: Rows) -> None:
         require(row["finish_reason"] in ("stop", "length", "abort"), where, "ended by", row["finish_reason"])
 
 
-def keys_of(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], Mapping[str, Any]]:
+def keys_of(rows):
     return {tuple(row[column] for column in KEY): row for row in rows}
 
 
-def rl_steps(rows: Rows) -> set[int]:
+def rl_steps(rows):
     """Those of which there is anything."""
     return {row["rl_step"] for row in rows.get("outcomes", ())}
 
 
-def checkpoints(folder: Path) -> list[int]:
+def checkpoints(folder):
     """The RL steps of the checkpoints, each of which must be whole by its list of files."""
     return sorted(json.loads((path / "checkpoint.json").read_text())["rl_step"] for path in _checked(folder))
 
 
-def _checked(folder: Path) -> Iterator[Path]:
+def _checked(folder):
     for path in folder.glob("step-*"):
         files = json.loads((path / "checkpoint.json").read_text())["files"]
         there = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {"checkpoint.json"}
@@ -109,7 +107,7 @@ def _checked(folder: Path) -> Iterator[Path]:
         yield path
 
 
-def killed(run: Path, durable: int) -> None:
+def killed(run, durable):
     """What is left of a run that was killed: all of RL steps 0 to `durable` - 1, and nothing twice or in halves."""
     if (run / "trace").exists():
         there = rl_steps(trace(run / "trace"))
@@ -118,7 +116,7 @@ def killed(run: Path, durable: int) -> None:
         require(durable == 0, run, "has lost its trace")
 
 
-def same(rows: Rows, others: Rows, tables: Mapping[str, Sequence[str]]) -> None:
+def same(rows, others, tables):
     """Two traces have the same rows, in these columns of these tables."""
     for name, columns in tables.items():
         ours, theirs = (

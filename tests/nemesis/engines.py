@@ -18,9 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 from safetensors.numpy import load_file
@@ -28,7 +26,6 @@ from safetensors.numpy import load_file
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.strategy import Strategy
-from tltlab.traces.trace import Trace
 
 from . import checker
 from .points import HERE, TARGET, Fault, environment, read_journal
@@ -46,7 +43,7 @@ COLUMNS = {
 LINGER = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
-def settings(folder: Path, *, learning: bool) -> list[str]:
+def settings(folder, *, learning):
     """The arguments of `tltlab train` for a small run, with or without a drafter that learns."""
     policy = folder / "nemesis-policy.json"
     Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4))).write(policy)
@@ -67,9 +64,7 @@ def settings(folder: Path, *, learning: bool) -> list[str]:
 class Driver:
     """`tltlab train` under faults, in its own process; a context manager, at whose end nothing of it is left."""
 
-    def __init__(
-        self, run: Path, arguments: Sequence[str], faults: Sequence[Fault], journal: Path, *, everything: bool = False
-    ) -> None:
+    def __init__(self, run, arguments, faults, journal, *, everything=False):
         self.run, self.log = run, run.with_name(run.name + ".log")
         paths = [START_UP, Path(arguments[0]).parent if arguments[0] != "--resume" else run]
         env = os.environ | environment(run, faults, journal, everything=everything)
@@ -81,18 +76,18 @@ class Driver:
                 stdout=out,
                 stderr=out,
             )
-        self._family: set[psutil.Process] = set()
+        self._family = set()
 
-    def __enter__(self) -> Driver:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception):
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
         gone(self._family)
 
-    def wait(self) -> int:
+    def wait(self):
         """Its exit code. Whenever it is stopped its folder is looked at, and it continues."""
         end = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:
@@ -101,7 +96,7 @@ class Driver:
             time.sleep(0.05)
         return self.process.returncode
 
-    def _look(self) -> None:
+    def _look(self):
         try:
             me = psutil.Process(self.process.pid)
             self._family |= {child for child in me.children(recursive=True) if not title(child).startswith(LINGER)}
@@ -111,25 +106,25 @@ class Driver:
         except psutil.NoSuchProcess:
             return
 
-    def said(self) -> str:
+    def said(self):
         return self.log.read_text()[-3000:]
 
 
-def title(process: psutil.Process) -> str:
+def title(process):
     try:
         return (process.cmdline() or [""])[0]
     except psutil.Error:
         return ""
 
 
-def gone(family: Iterable[psutil.Process]) -> None:
+def gone(family):
     """Wait until all of them have ended."""
     _, alive = psutil.wait_procs(list(family), timeout=LEFT_S)
     left = [t for t in map(title, alive) if t]
     checker.require(not left, f"still there after {LEFT_S:g} s: {left}")
 
 
-def disturbed(run: Path, arguments: Sequence[str], faults: Sequence[Fault], journal: Path) -> list[dict[str, Any]]:
+def disturbed(run, arguments, faults, journal):
     """A run under faults, gone on with until it has finished; those that struck."""
     attempts = 0
     while True:
@@ -151,19 +146,19 @@ def disturbed(run: Path, arguments: Sequence[str], faults: Sequence[Fault], jour
         checker.killed(run, newest(run))
 
 
-def newest(run: Path) -> int:
+def newest(run):
     """The RL steps that a run has told as durable: those before its newest checkpoint."""
     return max([0, *checker.checkpoints(run / "checkpoints")])
 
 
-def check_finished(run: Path, calm: Path) -> None:
+def check_finished(run, calm):
     """The run that was disturbed is the one that nobody disturbed, to the bit."""
     checker.same(checker.finished(run / "trace"), checker.finished(calm / "trace"), COLUMNS)
     ours, theirs = (load_file(folder / "checkpoints" / "final" / "model.safetensors") for folder in (run, calm))
     checker.require(all((ours[name] == theirs[name]).all() for name in theirs), "other weights than the calm run's")
 
 
-def check_drafter(trace: Trace) -> None:
+def check_drafter(trace):
     """What the drafter was is told of the RL steps that count, once each: it went back with the run."""
     assert trace.steps["drafter_updates"].is_monotonic_increasing
     assert trace.steps["drafter_updates"].iloc[-1] > 0
@@ -175,7 +170,7 @@ def check_drafter(trace: Trace) -> None:
     assert not acceptance.duplicated(["rl_step", "prompt_id", "sample", "drafter_age"]).any()
 
 
-def campaign(folder: Path, first: int, faults: int, each: int = 4) -> tuple[Counter[str], list[str]]:
+def campaign(folder, first, faults, each=4):
     """Runs from seed `first` on, `each` of so many faults, until `faults` have struck: what struck where, what was
     wrong."""
     work = folder / "nemesis"
@@ -192,8 +187,8 @@ def campaign(folder: Path, first: int, faults: int, each: int = 4) -> tuple[Coun
         with Driver(work / "first", arguments, [], points, everything=True) as driver:
             checker.require(driver.wait() == 0, driver.said())
     most = sorted(Counter(row["point"] for row in read_journal(points)).items())
-    struck: Counter[str] = Counter()
-    wrong: list[str] = []
+    struck = Counter()
+    wrong = []
     seed = first
     while sum(struck.values()) < faults:
         rng, run, journal = random.Random(seed), work / f"run-{seed}", work / f"journal-{seed}.jsonl"
@@ -210,7 +205,7 @@ def campaign(folder: Path, first: int, faults: int, each: int = 4) -> tuple[Coun
     return struck, wrong
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
@@ -222,7 +217,7 @@ def main() -> None:
     sys.exit(bool(wrong))
 
 
-def drawn(rng: random.Random, points: Sequence[tuple[str, int]]) -> Fault:
+def drawn(rng, points):
     """Any action at any point, each place of the source as likely as any other."""
     point, most = rng.choice(points)
     kinds = {"call": ("kill", *TARGET, "slow", "clock")}

@@ -24,10 +24,8 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 HERE = ("kill", "stop", "error", "full", "slow", "clock")
 """What may happen where a process is: kill -9, SIGSTOP, one EIO, from here on no file grows, from here on every point
@@ -51,17 +49,15 @@ class Fault:
 class Points:
     """The points of this process below the folder `under`; `role` is asked each time: a fork may become another."""
 
-    def __init__(
-        self, under: Path, faults: Sequence[Fault], journal: Path, role: Callable[[], str], *, everything: bool = False
-    ) -> None:
+    def __init__(self, under, faults, journal, role, *, everything=False):
         self.under, self.faults, self.role, self.everything = os.path.realpath(under), faults, role, everything
         self._journal = str(journal)
-        self._passed: Counter[str] = Counter()
+        self._passed = Counter()
         self._lock = threading.Lock()
         self._drags = False
 
     @contextlib.contextmanager
-    def passing(self, what: str, where: str, target: Callable[[], int | None] = lambda: None) -> Iterator[None]:
+    def passing(self, what, where, target=lambda: None):
         """Within, the point is passed."""
         point = f"{self.role()} {what} {where}"
         with self._lock:
@@ -76,12 +72,12 @@ class Points:
         yield
         self._strike(due, True, target)
 
-    def _strike(self, due: Sequence[Fault], after: bool, target: Callable[[], int | None]) -> None:
+    def _strike(self, due, after, target):
         for fault in due:
             if fault.after == after and self._claim(fault):
                 self._act(fault.action, target)
 
-    def _act(self, action: str, target: Callable[[], int | None]) -> None:
+    def _act(self, action, target):
         match action:
             case "kill" | "stop" | "kill target" | "stop target":
                 number = signal.SIGKILL if action.startswith("kill") else signal.SIGSTOP
@@ -100,7 +96,7 @@ class Points:
             case _:
                 raise ValueError(action)
 
-    def _claim(self, fault: Fault) -> bool:
+    def _claim(self, fault):
         """A fault strikes one process, once: the processes that come after it pass the same points."""
         number = self.faults.index(fault)
         try:
@@ -110,12 +106,12 @@ class Points:
         self._note(asdict(fault) | {"struck": number, "pid": os.getpid()})
         return True
 
-    def _note(self, row: dict[str, Any]) -> None:
+    def _note(self, row):
         file = _open(self._journal, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
         _write(file, (json.dumps(row) + "\n").encode())
         _close(file)
 
-    def place(self, path: Any, folder: int | None = None) -> str | None:
+    def place(self, path, folder=None):
         """The name of a path below the folder, None for any other."""
         if isinstance(path, int):
             path = os.readlink(f"/proc/self/fd/{path}")
@@ -126,7 +122,7 @@ class Points:
         return name_of(path[len(self.under) + 1 :]) if path.startswith(self.under + os.sep) else None
 
 
-def name_of(place: str) -> str:
+def name_of(place):
     """A path without what is another in each run: sums, letters drawn by chance, numbers.
 
     >>> name_of("trace/tokens/part-000003.parquet"), name_of(".trace.tltlab-x1_y2z3w/new")
@@ -136,11 +132,11 @@ def name_of(place: str) -> str:
     return re.sub(r"\d+", "N", place)
 
 
-def install(points: Points) -> None:
+def install(points):
     """Put the points into this process, for good."""
 
-    def wrapped(what: str, real: Callable[..., Any], at: int = 0) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
+    def wrapped(what, real, at=0):
+        def call(*args, **options):
             place = points.place(args[at], options.get("dir_fd")) if len(args) > at else None
             if place is None:
                 return real(*args, **options)
@@ -158,7 +154,7 @@ def install(points: Points) -> None:
     os.fsync = wrapped("fsync", os.fstat)
     opened = io.open
 
-    def open_(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+    def open_(file, mode="r", *args, **options):
         place = points.place(file) if not isinstance(file, int) and set(mode) & set("wxa+") else None
         if place is None:
             return opened(file, mode, *args, **options)
@@ -168,19 +164,19 @@ def install(points: Points) -> None:
     builtins.open = io.open = open_
 
 
-def install_calls(points: Points) -> None:
+def install_calls(points):
     """Put a point before and after each call to a Ray actor, whose target is one of the processes of that class."""
     import psutil
     from ray.actor import ActorHandle
 
     real = ActorHandle._actor_method_call
 
-    def pid_of(name: str) -> int | None:
+    def pid_of(name):
         children = psutil.Process().children(recursive=True)
         pids = sorted(child.pid for child in children if role_of(child.pid) == name)
         return pids[0] if pids else None
 
-    def call(self: Any, method_name: str, *args: Any, **options: Any) -> Any:
+    def call(self, method_name, *args, **options):
         name = self._ray_actor_creation_function_descriptor.class_name.rpartition(".")[2]
         with points.passing("call", f"{name}.{method_name}", lambda: pid_of(name)):
             return real(self, method_name, *args, **options)
@@ -188,7 +184,7 @@ def install_calls(points: Points) -> None:
     ActorHandle._actor_method_call = call
 
 
-def role_of(pid: int | str) -> str:
+def role_of(pid):
     """What a process of a run is: the class of a Ray actor, "driver" for any other."""
     try:
         title = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode()
@@ -197,7 +193,7 @@ def role_of(pid: int | str) -> str:
     return re.split(r"[.:( ]", title.removeprefix("ray::"))[0] if title.startswith("ray::") else "driver"
 
 
-def install_plan() -> None:
+def install_plan():
     """As the environment says (`environment`), for a process that has just begun; `main` is what a driver does."""
     plan = json.loads(os.environ[_PLAN])
     faults = [Fault(**fault) for fault in plan["faults"]]
@@ -208,13 +204,13 @@ def install_plan() -> None:
     install(_points)
 
 
-def environment(under: Path, faults: Sequence[Fault], journal: Path, *, everything: bool = False) -> dict[str, str]:
+def environment(under, faults, journal, *, everything=False):
     """The variable by which a process and its children have these points: `tests/start_up` reads it."""
     plan = {"under": str(under), "faults": [asdict(fault) for fault in faults], "journal": str(journal)}
     return {_PLAN: json.dumps(plan | {"everything": everything})}
 
 
-def main() -> None:
+def main():
     """The command `tltlab` with calls to actors as points too."""
     install_calls(_points)
     from tltlab.cli.app import main
@@ -222,6 +218,6 @@ def main() -> None:
     main()
 
 
-def read_journal(journal: Path) -> list[dict[str, Any]]:
+def read_journal(journal):
     """The lines of a journal, also of one that is not there."""
     return [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []

@@ -19,10 +19,8 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +48,7 @@ COLUMNS = {
 FINISHED, REFUSED, BROKEN = 0, 2, 70
 
 
-def rows_at(rl_step: int, weights: np.ndarray) -> dict[str, list[dict[str, Any]]]:
+def rows_at(rl_step, weights):
     """The rows of an RL step, which depend on all that came before by way of the weights."""
     rng = np.random.default_rng([rl_step, *np.frombuffer(weights.tobytes(), np.uint32)])
     keys = [{"rl_step": rl_step, "prompt_id": f"p{p}", "sample": s} for p in range(PROMPTS) for s in range(GROUP)]
@@ -70,23 +68,23 @@ def rows_at(rl_step: int, weights: np.ndarray) -> dict[str, list[dict[str, Any]]
 class Learner:
     """What trainers hold: a module, an optimizer, and how often it was updated."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.manual_seed(0)
         self.module = torch.nn.Linear(4, 4)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
 
     @property
-    def weights(self) -> np.ndarray:
+    def weights(self):
         return self.module.weight.detach().numpy()
 
-    def update(self, value: float) -> None:
+    def update(self, value):
         # Not by a backward pass: whose threads would be in the way of forks.
         for number, parameter in enumerate(self.module.parameters()):
             parameter.grad = torch.full_like(parameter, value - number)
         self.optimizer.step()
 
 
-def drive(run: Path, tell: Callable[[str, int], None]) -> None:
+def drive(run, tell):
     """Run, or continue from the newest checkpoint, to the end. `tell` hears what is durable once it is.
 
     A drafter's trainer saves what it has learned next to it: here a number, of the RL step.
@@ -115,7 +113,7 @@ def drive(run: Path, tell: Callable[[str, int], None]) -> None:
                     recorder.flush()
                     tell("durable", done)
 
-                    def write(folder: Path, done: int = done) -> None:
+                    def write(folder, done=done):
                         save_trainer(folder / "trainer", learner.module, learner.optimizer, steps=done, rank=0)
                         write_json(folder / "state.json", {"rl_step": done})
 
@@ -143,7 +141,7 @@ class Told:
     said: str = ""
 
 
-def forked(do: Callable[[Callable[[str, int], None]], None], meanwhile: Callable[[], None] = lambda: None) -> Told:
+def forked(do, meanwhile=lambda: None):
     """Do something in a fork; `meanwhile` is done whenever it was stopped, then it continues."""
     told = Told()
     hear, say = os.pipe()
@@ -176,14 +174,14 @@ def forked(do: Callable[[Callable[[str, int], None]], None], meanwhile: Callable
     return told
 
 
-def disturbed(run: Path, faults: Sequence[Fault], journal: Path, *, everything: bool = False) -> Told:
+def disturbed(run, faults, journal, *, everything=False):
     """Drive a run under faults. While it is stopped others read, and one tries to drive it too."""
 
-    def do(tell: Callable[[str, int], None]) -> None:
+    def do(tell):
         install(Points(run, faults, journal, lambda: "driver", everything=everything))
         drive(run, tell)
 
-    def meanwhile() -> None:
+    def meanwhile():
         checker.killed(run, 0)
         before = contents(run)
         reading = forked(lambda tell: look(run))
@@ -198,19 +196,19 @@ def disturbed(run: Path, faults: Sequence[Fault], journal: Path, *, everything: 
     return forked(do, meanwhile)
 
 
-def look(run: Path) -> None:
+def look(run):
     """As commands read a run, whoever writes it."""
     if (run / "trace").exists():
         trace = read(run / "trace")
         assert len(trace.outcomes) % (PROMPTS * GROUP) == 0, "half an RL step"
 
 
-def contents(run: Path) -> dict[str, bytes]:
+def contents(run):
     files = {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
     return {name: data for name, data in files.items() if Path(name).name != "lock"}
 
 
-def points_of(folder: Path) -> list[tuple[str, int]]:
+def points_of(folder):
     """All points that a run passes and how often: undisturbed, resumed at its middle, resumed at its end."""
     run, journal = folder / "run", folder / "points.jsonl"
     middle = Fault(point="driver rename checkpoints/step-N", nth=2, action="kill")
@@ -218,17 +216,17 @@ def points_of(folder: Path) -> list[tuple[str, int]]:
     for _ in range(2):
         told = disturbed(run, [], journal, everything=True)
         checker.require(told.code == FINISHED, told.said)
-    most: dict[str, int] = {}
+    most = {}
     for row in read_journal(journal):
         most[row["point"]] = max(most.get(row["point"], 0), row["nth"])
     return sorted(most.items())
 
 
-def case(seed: int, points: Sequence[tuple[str, int]], twin: Path, folder: Path) -> list[dict[str, Any]]:
+def case(seed, points, twin, folder):
     """One run, disturbed by faults that `seed` draws; those that struck. Raises AssertionError with what is wrong."""
     rng = random.Random(seed)
     run, journal = folder / "run", folder / "journal.jsonl"
-    struck: list[dict[str, Any]] = []
+    struck = []
     saved = 0
     # What the drafter's trainer may remember: what was durable last, or anything it was saving since.
     may_remember = {0}
@@ -276,12 +274,12 @@ def case(seed: int, points: Sequence[tuple[str, int]], twin: Path, folder: Path)
     return struck
 
 
-def repaired(copy: Path) -> None:
+def repaired(copy):
     repair(copy / "trace")
     checker.finished(copy / "trace")
 
 
-def campaign(first: int, faults: int, folder: Path) -> tuple[Counter[tuple[str, str]], list[str]]:
+def campaign(first, faults, folder):
     """Cases from seed `first` on until so many faults have struck: how often what struck where, and what went wrong."""
     # What this imports every fork has; it starts no threads.
     learner = Learner()
@@ -292,7 +290,7 @@ def campaign(first: int, faults: int, folder: Path) -> tuple[Counter[tuple[str, 
     told = disturbed(twin / "run", [], folder / "none.jsonl")
     assert told.code == FINISHED, told.said
     points = points_of(folder / "points")
-    struck: Counter[tuple[str, str]] = Counter()
+    struck = Counter()
     wrong = []
     seed = first
     while sum(struck.values()) < faults:
@@ -309,7 +307,7 @@ def campaign(first: int, faults: int, folder: Path) -> tuple[Counter[tuple[str, 
     return struck, wrong
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=1)

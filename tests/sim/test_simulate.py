@@ -10,7 +10,7 @@ from tests.refused import refused
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
 from tltlab.calibration.api import calibrate
-from tltlab.costs.base import CalibratedRange
+from tltlab.costs.evidence import CalibratedRange
 from tltlab.costs.load import load_costs
 from tltlab.drafters.specs import Drafters, LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError

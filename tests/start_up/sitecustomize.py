@@ -9,7 +9,7 @@ import os
 import sys
 
 
-def fsync(descriptor: int) -> None:
+def fsync(descriptor):
     os.fstat(descriptor)  # which fails as `fsync` does where nothing is open
 
 

@@ -15,11 +15,11 @@ import pandas as pd
 
 from tltlab.arrays import Flags, Floats
 from tltlab.costs import linear, roofline, table
-from tltlab.costs.base import CostModel
+from tltlab.costs.base import CostModel, Fit, Fitted
 from tltlab.costs.evidence import Evidence
 from tltlab.costs.noise import IterationNoise, fit_noise
 from tltlab.costs.roofline import Hardware
-from tltlab.costs.samples import Fit, Fitted, Iterations
+from tltlab.costs.samples import Iterations
 from tltlab.errors import ConfigError
 from tltlab.records import frozen
 from tltlab.traces.trace import Trace

@@ -37,21 +37,17 @@ TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="A trac
 def describe(trace: TraceArgument, as_json: Json = False) -> None:
     """Print what is in a trace: manifest, tables, and lengths and times of each RL step.
 
-    Also the longest response that another RL step will have, and summaries of lengths: quantiles; the mean of the RL
-    steps' longest (max); the share cut at the cap; the share of the makespan with at most 32 responses left (tail).
+    Also the longest response and the makespan that another RL step will have.
 
     Example: tltlab trace describe traces/tiny
     """
     source = read(trace)
     result = describe_trace(source)
     ahead = outlook(source)
-    result |= {"summaries": ahead.summaries}
     result |= {
         name: value and asdict(value) for name, value in (("longest", ahead.longest), ("makespan", ahead.makespan))
     }
-    summaries = ",".join(f"{name}={value:.6g}" for name, value in ahead.summaries.items())
-    text = f"{_describe_text(result)}\n\n" + "\n".join(filter(None, (str(ahead), f"summaries: {summaries}")))
-    emit(result, as_json=as_json, text=text)
+    emit(result, as_json=as_json, text=f"{_describe_text(result)}\n\n{ahead}".rstrip())
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,12 +13,13 @@ import numpy as np
 from pydantic import Field, PositiveInt, field_validator
 
 from tltlab.arrays import Floats
-from tltlab.config import FrozenModel, StoredModel
+from tltlab.config import StoredModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .evidence import Evidence
+from .evidence import CalibratedRange, Evidence
 from .noise import IterationNoise
 
 if TYPE_CHECKING:
@@ -26,35 +28,6 @@ if TYPE_CHECKING:
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 DRAFTING = ("per_token_s", "sd_base_s", "sd_idle_s", "draft_level_s", "draft_level_per_request_s")
 """Terms that only iterations with drafts show."""
-Span = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
-
-
-class CalibratedRange(FrozenModel):
-    """Ranges that the data of a fit covered, each as (least, most); None where the range is unknown.
-
-    `batch` requests, `verified_tokens` batch times tokens to verify, `context_tokens` the sum over the batch.
-    """
-
-    batch: Span | None = None
-    verified_tokens: Span | None = None
-    context_tokens: Span | None = None
-
-    @field_validator("batch", "verified_tokens", "context_tokens")
-    @classmethod
-    def _in_order(cls, span: Span | None) -> Span | None:
-        if span is not None and span[0] > span[1]:
-            raise ValueError(f"a range is (least, most), got {span[0]:g} before {span[1]:g}")
-        return span
-
-    def outside(self, *, batch: float, verified_tokens: float, context_tokens: float) -> list[str]:
-        """Names of the quantities that lie outside what was measured.
-
-        >>> CalibratedRange(batch=(1, 64)).outside(batch=100, verified_tokens=100, context_tokens=0)
-        ['batch']
-        """
-        quantities = {"batch": batch, "verified_tokens": verified_tokens, "context_tokens": context_tokens}
-        spans = {name: getattr(self, name) for name in quantities}
-        return [name for name, span in spans.items() if span and not span[0] <= quantities[name] <= span[1]]
 
 
 class Coefficients:
@@ -194,3 +167,19 @@ def padded(tokens: float, graph_sizes: tuple[int, ...]) -> float:
     """
     at = bisect_left(graph_sizes, math.ceil(tokens - 1e-9))
     return float(graph_sizes[at]) if at < len(graph_sizes) else tokens
+
+
+@frozen
+class Fitted:
+    """A cost model fitted to iterations, and the seconds of these by it.
+
+    A term that the iterations do not identify stands for nothing in `predicted_s`. `open` is the standard deviation
+    that the iterations leave to these predictions, relative; None where that is not worked out.
+    """
+
+    costs: CostModel
+    predicted_s: Floats
+    open: Floats | None = None
+
+
+Fit = Callable[["Iterations"], Fitted]

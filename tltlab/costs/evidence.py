@@ -6,18 +6,47 @@ import math
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from tltlab.config import FrozenModel
 
 Distance = Literal["measured together", "interpolated", "never measured"]
 Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Span = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
 SPECULATING = ", speculating"
 """Ends the name of a fold whose errors are those of speed-ups, not of times."""
 LEVEL = 0.9
 FURTHER = "each further gap"
 """Key of `Evidence.left_out` for everything that was not measured, except its first part."""
 _TOGETHER = "together"
+
+
+class CalibratedRange(FrozenModel):
+    """Ranges that the data of a fit covered, each as (least, most); None where the range is unknown.
+
+    `batch` requests, `verified_tokens` batch times tokens to verify, `context_tokens` the sum over the batch.
+    """
+
+    batch: Span | None = None
+    verified_tokens: Span | None = None
+    context_tokens: Span | None = None
+
+    @field_validator("batch", "verified_tokens", "context_tokens")
+    @classmethod
+    def _in_order(cls, span: Span | None) -> Span | None:
+        if span is not None and span[0] > span[1]:
+            raise ValueError(f"a range is (least, most), got {span[0]:g} before {span[1]:g}")
+        return span
+
+    def outside(self, *, batch: float, verified_tokens: float, context_tokens: float) -> list[str]:
+        """Names of the quantities that lie outside what was measured.
+
+        >>> CalibratedRange(batch=(1, 64)).outside(batch=100, verified_tokens=100, context_tokens=0)
+        ['batch']
+        """
+        quantities = {"batch": batch, "verified_tokens": verified_tokens, "context_tokens": context_tokens}
+        spans = {name: getattr(self, name) for name in quantities}
+        return [name for name, span in spans.items() if span and not span[0] <= quantities[name] <= span[1]]
 
 
 class Evidence(FrozenModel):

@@ -12,8 +12,8 @@ from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
-from .base import CostModel, IterationCost, Seconds, padded
-from .samples import Fitted, Iterations, band, non_negative, robust_fit
+from .base import CostModel, Fitted, IterationCost, Seconds, padded
+from .samples import Iterations, band, non_negative, robust_fit
 
 FAR_TOKENS = 128
 """Tokens of an iteration from which on `LinearCosts.far_token_s` counts: on CPU cores and GPUs of today the time per

@@ -21,8 +21,8 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.hardware import DTYPE_BYTES, GPUS, MODELS, Dtype, Gpu, ModelShape, gpu, kv_capacity_tokens, model
 
-from .base import CalibratedRange, Seconds, Span
-from .evidence import FURTHER, SPECULATING, Error, Evidence
+from .base import Seconds
+from .evidence import FURTHER, SPECULATING, CalibratedRange, Error, Evidence, Span
 from .roofline import Constants, Ideal, RooflineCosts, prefill_token_s, rounded_max
 
 _MOE_KEYS = {

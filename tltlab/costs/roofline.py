@@ -19,8 +19,8 @@ from tltlab.hardware import BYTES_PER_VALUE, DTYPE_BYTES, Dtype, Gpu, ModelShape
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
-from .base import Coefficients, CostModel, IterationCost, Seconds, padded
-from .samples import REGIMES, Fitted, Iterations, chosen, regimes
+from .base import Coefficients, CostModel, Fitted, IterationCost, Seconds, padded
+from .samples import REGIMES, Iterations, chosen, regimes
 
 Numbers = float | Floats
 _Number = TypeVar("_Number", float, Floats, Numbers)

@@ -12,7 +12,7 @@ does not slow down the prediction of all others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ import numpy as np
 from tltlab.arrays import Flags, Floats, Ints
 from tltlab.records import frozen
 
-from .base import CalibratedRange, CostModel
+from .evidence import CalibratedRange
 
 BANDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Upper ends of the batch bands; the last is open."""
@@ -107,20 +107,6 @@ def chosen(record: _Record, mask: Flags | Ints) -> _Record:
     return replace(record, **{name: rows[mask] for name, rows in arrays if isinstance(rows, np.ndarray)})
 
 
-@frozen
-class Fitted:
-    """A cost model fitted to iterations, and the seconds of these by it.
-
-    A term that the iterations do not identify stands for nothing in `predicted_s`. `open` is the standard deviation
-    that the iterations leave to these predictions, relative; None where that is not worked out.
-    """
-
-    costs: CostModel
-    predicted_s: Floats
-    open: Floats | None = None
-
-
-Fit = Callable[[Iterations], Fitted]
 
 
 @frozen

@@ -25,10 +25,11 @@ from tltlab.hardware import Positive, gpu, model
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
-from .base import CalibratedRange, CostModel, IterationCost, Seconds, padded
+from .base import CostModel, Fitted, IterationCost, Seconds, padded
+from .evidence import CalibratedRange
 from .linear import LEVELS, measured_drafting
 from .roofline import Hardware, rounded_max
-from .samples import Fitted, Iterations, band, non_negative, robust_fit
+from .samples import Iterations, band, non_negative, robust_fit
 
 LEAST_S = 1e-9
 DIP = 0.05

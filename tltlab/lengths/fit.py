@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
 
@@ -19,8 +19,6 @@ from tltlab.traces.trace import Trace
 
 from .model import LengthModel, ParetoTail, normal_weights
 
-TAIL_REQUESTS = 32
-"""TLT's threshold: at or below so many running requests its engine starts to speculate."""
 LEVEL = 0.9
 _SCORES = np.linspace(-9.0, 9.0, 9001)
 _FAR = 5.0
@@ -237,41 +235,10 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
     return model.with_changes(prompt_share=prompt_share, **_prompt_lengths(rows))
 
 
-def summaries_of(outcomes: pd.DataFrame, *, cap: int | None, prompt_share: float | None) -> dict[str, float]:
-    """Summaries of response lengths, as papers print them; those that are known, in tokens as they were cut at `cap`.
-
-    `p10` to `p99` and `mean`; `cut` is the share of responses cut at the cap, `max` the mean over RL steps of the
-    longest response. `tail` is the share of an RL step's makespan in which at most 32 (`TAIL_REQUESTS`) of its
-    `responses` still run, where all start at once and decode a token an iteration: 1 - E[33rd longest] / E[longest].
-    TLT counts running requests on one engine, so for the tail of an engine `responses` are those of the engine. A
-    share of *seconds* is smaller, for iterations are shorter in the tail. A prompt has `group` responses, and explains
-    `prompt_share` of the variance of log length.
-    """
-    tokens = outcomes.loc[outcomes["response_tokens"] >= 1, "response_tokens"].to_numpy()
-    if not len(tokens):
-        return {}
-    steps = [np.sort(part.to_numpy())[::-1] for _, part in outcomes.groupby("rl_step")["response_tokens"]]
-    longest = sum(float(step[0]) for step in steps)
-    after = [float(step[TAIL_REQUESTS]) for step in steps if len(step) > TAIL_REQUESTS]
-    groups = outcomes.groupby(["rl_step", "prompt_id"], sort=False).ngroups
-    found = {f"p{level}": float(np.percentile(tokens, level)) for level in (10, 50, 75, 90, 99)} | {
-        "mean": float(tokens.mean()),
-        "max": longest / len(steps),
-        "cap": None if cap is None else float(cap),
-        "cut": float((outcomes["finish_reason"] == "length").mean()),
-        "tail": 1 - sum(after) / longest if len(after) == len(steps) else None,
-        "responses": float(max(1, round(len(outcomes) / len(steps)))),
-        "group": float(max(1, round(len(outcomes) / groups))),
-        "prompt_share": prompt_share,
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
 @frozen
 class Outlook:
-    """Summaries of a trace's lengths, and what another RL step of its size is predicted to have; None where unknown."""
+    """What another RL step of a trace's size is predicted to have; None where unknown."""
 
-    summaries: Mapping[str, float]
     longest: Longest | None = None
     makespan: Makespan | None = None
 
@@ -280,7 +247,7 @@ class Outlook:
 
 
 def outlook(trace: Trace, timed: Sequence[tuple[Floats, Floats, float]] | None = None) -> Outlook:
-    """Summaries of a trace, and the longest response and makespan of another RL step by the law fitted to it.
+    """The longest response and the makespan of another RL step, by the law fitted to a trace.
 
     `timed` replaces the trace's own times: tokens and ends of the responses, and the makespan, of each RL step. Drift
     stays where the last RL step has it. A cap that the longest response equals without being cut is not known, and
@@ -290,24 +257,20 @@ def outlook(trace: Trace, timed: Sequence[tuple[Floats, Floats, float]] | None =
     try:
         rows, sampled = _rows(trace, _OUTLOOK_RESPONSES)
     except ConfigError:
-        return Outlook(summaries={})
+        return Outlook()
     cap = int(rows["cap"].max())
     known = bool(rows["at_cap"].any()) or cap > round(math.exp(float(rows["y"].max())))
-    share = measured_share(sampled)
-    summaries = summaries_of(sampled.outcomes, cap=cap if known else None, prompt_share=share)
     if (sampled.outcomes["turn"] > 0).any():
-        return Outlook(summaries=summaries)
+        return Outlook()
     try:
         law = fit_lengths(sampled, prompt_share=0.0)
     except ConfigError:
-        return Outlook(summaries=summaries)
+        return Outlook()
     last = int(rows["step"].max())
     if not known:
         law = law.with_changes(max_response_tokens=2**31 - 1)
     ahead = longest(law, max(1, round(len(rows) / len(sampled.rl_steps))), rl_step=last)
-    return Outlook(
-        summaries=summaries, longest=ahead, makespan=makespan(_timed(sampled) if timed is None else timed, ahead)
-    )
+    return Outlook(longest=ahead, makespan=makespan(_timed(sampled) if timed is None else timed, ahead))
 
 
 def _timed(trace: Trace) -> list[tuple[Floats, Floats, float]]:

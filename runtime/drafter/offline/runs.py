@@ -29,27 +29,6 @@ class AcceptedDrafts:
         return 1.0 + sum(self.kept) / self.drafts
 
 
-def live_drafts(trace: Trace, drafter: str) -> list[AcceptedDrafts]:
-    """Return the accepted drafts of one drafter, by RL step; RL steps without drafts of it are left out.
-
-    Iterations in which some request had fewer drafted tokens than the others, near its end, are not counted: rows do
-    not identify the request.
-    """
-    rows = trace.iterations
-    if rows is None:
-        return []
-    rows = rows[(rows["drafter"] == drafter) & (rows["num_drafted"] > 0)]
-    by_step: dict[int, list[int]] = {}
-    depth = 0
-    for step, deep, drafted, accepted in zip(
-        rows["rl_step"], rows["draft_depth"], rows["num_drafted"], rows["accepted_per_request"], strict=True
-    ):
-        if drafted == deep * len(accepted):
-            by_step.setdefault(int(step), []).extend(int(n) for n in accepted)
-            depth = max(depth, int(deep))
-    return [_drafts_of(step, accepted, depth) for step, accepted in sorted(by_step.items())]
-
-
 def annotated_drafts(trace: Trace) -> list[tuple[AcceptedDrafts, AcceptedDrafts]]:
     """Return drafts of the initial drafter and of the one in service, on the same responses, by RL step.
 
@@ -67,7 +46,7 @@ def annotated_drafts(trace: Trace) -> list[tuple[AcceptedDrafts, AcceptedDrafts]
             continue
         depth = int(of_step["max_depth"].max())
         initial, in_service = (
-            _drafts_of(int(step), _verified_drafts(of_step[updates == count]), depth) for count in (0, updates.max())
+            drafts_of(int(step), _verified_drafts(of_step[updates == count]), depth) for count in (0, updates.max())
         )
         if initial.drafts and in_service.drafts:
             pairs.append((initial, in_service))
@@ -79,7 +58,8 @@ def _verified_drafts(rows: pd.DataFrame) -> list[int]:
     return [kept[at] for kept in rows_kept for at in walk(kept)]
 
 
-def _drafts_of(rl_step: int, accepted: Sequence[int], depth: int) -> AcceptedDrafts:
+def drafts_of(rl_step: int, accepted: Sequence[int], depth: int) -> AcceptedDrafts:
+    """Return the drafts of an RL step of which `accepted[i]` of at most `depth` tokens were kept."""
     counts = np.asarray(accepted, np.int64)
     return AcceptedDrafts(
         rl_step=rl_step, drafts=len(counts), kept=tuple(int((counts > i).sum()) for i in range(depth))

@@ -13,7 +13,7 @@ import pandas as pd
 
 from tltlab.arrays import Flags, Floats
 from tltlab.calibration.cross_validation import cross_validated, error_quantiles, leave_one_group_out
-from tltlab.costs.base import CalibratedRange
+from tltlab.costs.evidence import CalibratedRange
 from tltlab.costs.roofline import (
     Constants,
     Ideal,

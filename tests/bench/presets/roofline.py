@@ -27,8 +27,7 @@ from bench.presets.measurements import (
 )
 from tltlab.arrays import Flags, Floats
 from tltlab.calibration.cross_validation import error_bound_90, error_quantiles
-from tltlab.costs.base import CalibratedRange
-from tltlab.costs.evidence import SPECULATING, Evidence
+from tltlab.costs.evidence import SPECULATING, CalibratedRange, Evidence
 from tltlab.costs.roofline import Constants, Ideal, RooflineCosts
 from tltlab.hardware import gpu, kv_capacity_tokens, model
 

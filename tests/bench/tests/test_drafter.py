@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from bench import adaptive as runs
 from bench import app as bench
-from bench.adaptive import PARTS, BenchSizes
+from bench.adaptive import PARTS, BenchSizes, live_drafts
 from bench.drafters import bench_drafters
 from bench.harness import changed
 from tests.refused import refused
@@ -20,7 +20,6 @@ from tltlab.runtime.drafter.offline.runs import (
     annotated_drafts,
     by_position,
     last_third,
-    live_drafts,
 )
 from tltlab.runtime.models.runs import prompts_of, recipe_of, sample_texts
 from tltlab.runtime.recipe.sections import DataConfig

@@ -41,7 +41,7 @@ def test_siblings_help_and_so_does_own_text():
 
 
 @given(st.floats(-3, 3), st.floats(1, 5000), st.floats(0, 1))
-def test_no_state_beats_most_request_can_get(level: float, length: float, share: float):
+def test_no_state_beats_most_request_can_get(level, length, share):
     for model in (SPREAD, SIBLINGS, CurveAcceptance(keep_logits=(0.0, 0.5), drift=-0.5)):
         (most,) = model.most_tokens(CHAIN, RequestArrays(*(np.array([x]) for x in (level, length, 7.0))))
         assert 1 + survival(model, level=level, generated=length * share, siblings=7 * share).sum() <= most + 1e-12
@@ -55,12 +55,12 @@ def test_no_state_beats_most_request_can_get(level: float, length: float, share:
         (SIBLINGS, Strategy.chain("other", 2), "other"),
     ],
 )
-def test_chains_of_known_drafters_alone_are_accepted(model, strategy: Strategy, fact: str):
+def test_chains_of_known_drafters_alone_are_accepted(model, strategy, fact):
     with refused(ConfigError, naming=(fact,)):
         survival(model, strategy)
 
 
-def recorded(row: list[int]) -> pd.DataFrame:
+def recorded(row):
     return counterfactuals([(0, "p", 0, 0, "ngram", 0, None, 8, row)])
 
 
@@ -77,7 +77,7 @@ def test_a_walk_refuses_what_was_not_recorded():
             walked_drafts(recorded([1]), depth)
 
 
-def recording(accepted: list[list[int] | None], batch: list[int], lengths: list[int]) -> Trace:
+def recording(accepted, batch, lengths):
     n, key = len(accepted), {"rl_step": 0, "prompt_id": "p", "sample": range(len(lengths)), "turn": 0}
     ends = [float(sum(b > len(lengths) - 1 - rank for b in batch)) for rank in range(len(lengths))]
     order = np.argsort(np.argsort(lengths, kind="stable"), kind="stable")
@@ -134,7 +134,7 @@ def test_a_contradictory_recording_attributes_nothing():
 
 
 @pytest.mark.parametrize("name", ["subset-sum-small", "gcd-small", "tiny"])
-def test_every_shipped_recording_is_attributed(name: str):
+def test_every_shipped_recording_is_attributed(name):
     trace = tltlab.read(TRACES / name)
     drafts, notes = recorded_drafts(trace)
     assert notes == []
@@ -142,7 +142,7 @@ def test_every_shipped_recording_is_attributed(name: str):
     assert drafts["accepted"].sum() == speculative["num_accepted"].sum()
 
 
-def drawn(model, num_requests: int, num_drafts: int, seed: int = 0, depth: int = 4) -> pd.DataFrame:
+def drawn(model, num_requests, num_drafts, seed=0, depth=4):
     """Drafts of responses that follow a model exactly."""
     rng = np.random.default_rng(seed)
     keys = [(0, f"p{i}", 0, 0) for i in range(num_requests)]
@@ -157,7 +157,7 @@ def drawn(model, num_requests: int, num_drafts: int, seed: int = 0, depth: int =
     return pd.concat(rows, ignore_index=True)
 
 
-def fitted(drafts: pd.DataFrame) -> SiblingAcceptance:
+def fitted(drafts):
     names = ("num_siblings", "generated_tokens", "reach", "accepted")
     return fit_siblings("ngram", **{name: drafts[name].to_numpy() for name in names})
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.refused import refused
-from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
+from tltlab.acceptance.base import GeometricAcceptance, RequestArrays
 from tltlab.acceptance.context import TRAINED_TOKENS, ContextAcceptance
 from tltlab.acceptance.curves import SiblingAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
@@ -24,14 +23,14 @@ CHAIN = Strategy.chain("learned", 3)
 SHORT = ContextAcceptance(base=GeometricAcceptance(alpha=0.64), trained_tokens=2048)
 
 
-def tokens(model: Acceptance, context: float, prompt: float = 0.0, strategy: Strategy = CHAIN) -> float:
+def tokens(model, context, prompt=0.0, strategy=CHAIN):
     """Tokens of an iteration at a context, `prompt` of them in the prompt."""
     zero = np.zeros(1)
     kept = model.survival(strategy, RequestArrays(zero, zero + context - prompt, zero, zero + prompt))
     return 1.0 + float(kept.sum())
 
 
-def test_the_published_head_is_met_within_5_percent(shared_data: Path):
+def test_the_published_head_is_met_within_5_percent(shared_data):
     with (shared_data / "accept_length_by_context.csv").open() as file:
         rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
     for row in rows:
@@ -42,7 +41,7 @@ def test_the_published_head_is_met_within_5_percent(shared_data: Path):
 
 
 @pytest.mark.parametrize(("times", "share"), [(0, 1.0), (1, 1.0), (3, 0.75), (5, 0.5), (9, 0.0), (20, 0.0)])
-def test_chance_falls_on_line_beyond_trained_length(times: float, share: float):
+def test_chance_falls_on_line_beyond_trained_length(times, share):
     for trained in (512, 2048.0, 32_768):
         model = ContextAcceptance(base=GeometricAcceptance(alpha=0.8), trained_tokens=trained)
         one = Strategy.chain("learned", 1)
@@ -61,7 +60,7 @@ def test_every_token_of_draft_loses_same_share():
 
 
 @pytest.mark.parametrize("name", sorted(TRAINED_TOKENS))
-def test_presets_are_written_by_name(name: str):
+def test_presets_are_written_by_name(name):
     model = load_acceptance(f"geometric:0.7@{name}")
     assert isinstance(model, ContextAcceptance)
     assert model.trained_tokens == TRAINED_TOKENS[name]
@@ -72,7 +71,7 @@ def test_presets_are_written_by_name(name: str):
 @pytest.mark.parametrize(
     ("text", "trained"), [("0.7@2k", 2048), ("geometric:0.7@1.5K", 1536), ("constant:3@700", 700), ("0.8/0.6@4k", 4096)]
 )
-def test_texts_and_files_come_back_as_they_were(text: str, trained: float, tmp_path: Path):
+def test_texts_and_files_come_back_as_they_were(text, trained, tmp_path):
     model = load_acceptance(text)
     assert isinstance(model, ContextAcceptance)
     assert model.trained_tokens == trained
@@ -81,7 +80,7 @@ def test_texts_and_files_come_back_as_they_were(text: str, trained: float, tmp_p
     assert load_acceptance(path) == load_acceptance(acceptance_text(model)) == model
 
 
-def test_file_may_have_trained_length_behind_it(tmp_path: Path):
+def test_file_may_have_trained_length_behind_it(tmp_path):
     path = tmp_path / "acceptance.json"
     path.write_text(GeometricAcceptance(alpha=0.64).model_dump_json())
     assert load_acceptance(f"{path}@short") == SHORT
@@ -91,7 +90,7 @@ def test_file_may_have_trained_length_behind_it(tmp_path: Path):
     ("text", "named"),
     [("0.7@far", "far"), ("0.7@0", "@0"), ("0.7@2k@4k", "2k"), ("default@short", "learned="), ("0.7@2m", "2m")],
 )
-def test_what_is_no_trained_length_is_refused(text: str, named: str):
+def test_what_is_no_trained_length_is_refused(text, named):
     with refused(ConfigError, naming=(named,)):
         load_acceptance(text)
 
@@ -138,5 +137,5 @@ def test_most_tokens_hold_between_ends_of_response():
 
 
 @pytest.mark.parametrize("text", ["0.7@300", "constant:2.5@200", "seer-siblings@400", "tlt-qwen2.5-32b@100"])
-def test_it_meets_the_contract_of_acceptance(text: str):
+def test_it_meets_the_contract_of_acceptance(text):
     check_acceptance(load_acceptance(text))  # type: ignore[arg-type]

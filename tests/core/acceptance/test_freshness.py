@@ -1,7 +1,6 @@
 """Freshness: acceptance falls with age, rises with training, and wraps any other model."""
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +18,7 @@ CHAIN = Strategy.chain("learned", 5)
 HALF = Freshness(untrained=0.5, updates_to_train=2.0, floor=0.25, age_steps=4.0)
 
 
-def wrapped(alpha: float = 0.8, **settings) -> FreshAcceptance:
+def wrapped(alpha=0.8, **settings):
     return FreshAcceptance(base=GeometricAcceptance(alpha=alpha), **{"freshness": HALF, **settings})
 
 
@@ -30,7 +29,7 @@ def test_levels_at_the_ends():
 
 
 @given(st.floats(0, 100), st.floats(0, 100), st.floats(0, 10), st.floats(0, 10))
-def test_training_helps_and_age_harms(age: float, updates: float, older: float, more: float):
+def test_training_helps_and_age_harms(age, updates, older, more):
     now = HALF.level(age, updates)
     assert 0.25 - 1e-12 <= now <= 1.0
     assert HALF.level(age + older, updates) <= now + 1e-12
@@ -49,7 +48,7 @@ def test_the_level_multiplies_the_chance_of_every_token():
 
 
 @pytest.mark.parametrize(("alpha", "trained"), [(0.3, 0.6), (0.9, 1.0)])
-def test_a_base_measured_stale_improves_with_training(alpha: float, trained: float):
+def test_a_base_measured_stale_improves_with_training(alpha, trained):
     model = wrapped(alpha=alpha, measured={"age": 0, "updates": 0})
     for updates, chance in ((0, alpha), (1000, trained)):
         curve = model.at_freshness(DrafterState(updates=updates)).curve(CHAIN)
@@ -88,7 +87,7 @@ def test_nothing_scales_from_a_level_of_zero():
         model.at_freshness(DrafterState())
 
 
-def recorded(ages: list[int], updates: list[int | None], tokens: int = 4000) -> pd.DataFrame:
+def recorded(ages, updates, tokens=4000):
     """Counterfactuals drawn from HALF on top of a chance of 0.8."""
     rng = np.random.default_rng(0)
     rows = []
@@ -115,9 +114,7 @@ def test_rows_without_freshness_are_refused():
             fit_freshness(recorded(ages, [7]), drafter)
 
 
-def run_like(
-    truth: Freshness, *, steps: int = 10, every: int = 1, per_step: int = 16, ages: int = 3, tokens: int = 150, seed=0
-) -> pd.DataFrame:
+def run_like(truth, *, steps=10, every=1, per_step=16, ages=3, tokens=150, seed=0):
     """Rows as a run writes them: the drafter in service and those of the last trainings along the same responses.
 
     Some responses are easier than others, by a fifth; a fresh and trained drafter's token is kept with chance 0.7.
@@ -140,7 +137,7 @@ AGES = Freshness(untrained=0.4, updates_to_train=50, floor=0.2, age_steps=6)
 FROZEN_TARGET = Freshness(untrained=0.4, updates_to_train=50, floor=0.4, age_steps=1e8)
 
 
-def effects(model: Freshness) -> tuple[float, float]:
+def effects(model):
     """Levels after three RL steps without training, and after none of a hundred updates."""
     trained = model.level(0, 100)
     return model.level(3, 100) / trained, model.level(0, 0) / trained
@@ -148,7 +145,7 @@ def effects(model: Freshness) -> tuple[float, float]:
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("truth", [AGES, FROZEN_TARGET])
-def test_a_fit_separates_ageing_from_training(truth: Freshness, every: int):
+def test_a_fit_separates_ageing_from_training(truth, every):
     fits = [fit_freshness(run_like(truth, every=every, seed=seed), "learned")[0] for seed in range(4)]
     ages, trainings = zip(*map(effects, fits), strict=True)
     of_age, of_training = effects(truth)
@@ -183,7 +180,7 @@ def test_easy_rl_steps_are_not_taken_for_training():
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 200), st.floats(0.1, 10)), min_size=1, max_size=6))
-def test_one_state_stands_for_several_of_its_level(states: list[tuple[int, int, float]]):
+def test_one_state_stands_for_several_of_its_level(states):
     age, updates, weight = np.array(states, float).T
     fresh = Freshness(untrained=0.5, updates_to_train=50.0, floor=0.5, age_steps=1e6)
     found = measured_state(fresh, age, updates, weight)

@@ -1,7 +1,6 @@
 """Acceptance models: means, distributions, files and their limits."""
 
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -48,7 +47,7 @@ BANDS = {
 }
 
 
-def chain(depth: int) -> Strategy:
+def chain(depth):
     return Strategy.chain("ngram", depth)
 
 
@@ -65,7 +64,7 @@ def test_constant_yields_no_more_than_was_drafted():
 
 
 @given(st.floats(0, 0.99), st.integers(1, 16))
-def test_geometric_mean_is_leviathans(alpha: float, depth: int):
+def test_geometric_mean_is_leviathans(alpha, depth):
     expected = (1 - alpha ** (depth + 1)) / (1 - alpha)
     assert GeometricAcceptance(alpha=alpha).tokens_per_iteration(chain(depth)) == pytest.approx(expected)
 
@@ -100,7 +99,7 @@ def test_beyond_the_fit_nothing_is_known():
     ],
     ids=lambda model: model.kind,
 )
-def test_a_file_gives_back_what_was_written(model, tmp_path: Path):
+def test_a_file_gives_back_what_was_written(model, tmp_path):
     assert load_acceptance(model.write(tmp_path / "acceptance.json")) == model
 
 
@@ -141,7 +140,7 @@ def test_models_by_name():
         ("all=geometric:0.7", {"learned": "geometric:0.7", "ngram": "geometric:0.7"}),
     ],
 )  # fmt: skip
-def test_each_drafter_has_the_model_that_names_it(source: object, texts: dict[str, str]):
+def test_each_drafter_has_the_model_that_names_it(source, texts):
     model = load_acceptance(source)
     marked = {name: f"{text} (default)" if source == "default" else text for name, text in texts.items()}
     assert granted(model, None, texts) == marked
@@ -153,7 +152,7 @@ def test_each_drafter_has_the_model_that_names_it(source: object, texts: dict[st
             assert settled.cdf(strategy).tolist() == alone.cdf(strategy).tolist()
 
 
-def test_a_file_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_may_have_any_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("2.json", "a=b.json", "nano.json"):
         GeometricAcceptance(alpha=0.5).write(tmp_path / name)
@@ -210,14 +209,14 @@ def test_one_drafter_differs_by_request():
         (FreshAcceptance(base=GeometricAcceptance(alpha=0.7)), ["learned", "ngram"], True),
     ],
 )
-def test_one_model_for_several_kinds_is_refused(source: object, names: list[str], is_refused: bool):
+def test_one_model_for_several_kinds_is_refused(source, names, is_refused):
     drafters = Drafters({"mine": LearnedSpec(method="mtp")})
     with refused(ConfigError, naming=("some-model", *names, "all=some-model")) if is_refused else nullcontext():
         refuse_one_for_several(load_acceptance(source), "some-model", names, drafters)
 
 
 @given(st.floats(0, 1), st.integers(1, 16))
-def test_survival_agrees_with_the_distribution(alpha: float, depth: int):
+def test_survival_agrees_with_the_distribution(alpha, depth):
     model = GeometricAcceptance(alpha=alpha)
     p = model.distribution(chain(depth))
     assert (len(p), p.sum()) == (depth + 1, pytest.approx(1))
@@ -226,7 +225,7 @@ def test_survival_agrees_with_the_distribution(alpha: float, depth: int):
 
 
 @given(st.floats(0.01, 1), st.floats(0, 3), st.integers(1, 16))
-def test_scaling_multiplies_every_chance_up_to_one(alpha: float, ratio: float, depth: int):
+def test_scaling_multiplies_every_chance_up_to_one(alpha, ratio, depth):
     kept = scaled(GeometricAcceptance(alpha=alpha).curve(chain(depth)), ratio)
     assert kept == pytest.approx(min(1.0, alpha * ratio) ** np.arange(1, depth + 1))
 
@@ -259,13 +258,13 @@ AGES = ({"untrained": 0.4, "floor": 0.5}, {"untrained": 2}, {"age_steps": 0}, {"
         ),
     ],
 )
-def test_nonsense_is_refused(source: object, facts: tuple[str, ...]):
+def test_nonsense_is_refused(source, facts):
     with refused(ConfigError, naming=facts):
         load_acceptance(source)
 
 
 @given(st.floats(0, 1), st.integers(1, 12))
-def test_a_mean_alone_gives_its_chain(share: float, depth: int):
+def test_a_mean_alone_gives_its_chain(share, depth):
     model = GeometricAcceptance(alpha=chain_alpha(share * depth, depth))
     assert model.tokens_per_iteration(chain(depth)) == pytest.approx(1 + share * depth, abs=1e-6)
 
@@ -279,7 +278,7 @@ def test_batch_sizes_have_bands_of_their_own():
 # Drafters that copy text, at depths that were not measured
 
 
-def walked(runs: np.ndarray, depth: int) -> np.ndarray:
+def walked(runs, depth):
     """P(accepted = j) of drafts of `depth` along runs of text that can be copied, each followed by one that cannot."""
     counts = np.zeros(depth + 1)
     while len(runs):
@@ -289,7 +288,7 @@ def walked(runs: np.ndarray, depth: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("measured", "asked"), [(8, 1), (8, 3), (4, 2), (5, 4), (2, 8), (3, 7)])
-def test_copies_at_another_depth_are_of_same_runs(measured: int, asked: int):
+def test_copies_at_another_depth_are_of_same_runs(measured, asked):
     # Most runs never begin; one that does continues with chance .8, so two tokens of it tell the rest.
     rng = np.random.default_rng(0)
     runs = np.where(rng.random(60_000) < 0.7, 0, rng.geometric(0.2, 60_000))
@@ -302,7 +301,7 @@ def test_copies_at_another_depth_are_of_same_runs(measured: int, asked: int):
 
 
 @given(st.lists(st.integers(0, 50), min_size=2, max_size=9), st.integers(1, 16))
-def test_copies_have_a_distribution_whatever_was_measured(counts: list[int], depth: int):
+def test_copies_have_a_distribution_whatever_was_measured(counts, depth):
     counts[0] += 1
     p = copied_runs((np.array(counts) / sum(counts)).tolist(), depth)
     assert p.shape == (depth + 1,)

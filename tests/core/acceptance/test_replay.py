@@ -27,7 +27,7 @@ TABLE = counterfactuals(
     ("age", "kept"),
     [(None, [4, 2, 0]), (0, [4, 2, 0]), (1, [4, 2, 0]), (2, [3, 1, 0]), (3, [0, 0, 0]), (99, [0, 0, 0])],
 )
-def test_nearest_age_that_is_not_younger_is_replayed(age: int | None, kept: list[int]):
+def test_nearest_age_that_is_not_younger_is_replayed(age, kept):
     for table in (TABLE, TABLE.iloc[::-1]):
         model = TraceAcceptance(table, drafter_age=age)
         assert model.positions("learned", KEY_A, 3).tolist() == kept

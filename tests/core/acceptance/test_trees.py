@@ -23,13 +23,13 @@ MODELS = st.builds(
 )
 
 
-def tree(depth: int, top_k: int, verify: int) -> Strategy:
+def tree(depth, top_k, verify):
     """All nodes where there are fewer than asked for."""
     return Strategy("eagle", depth, top_k, min(verify, 1 + top_k + (depth - 1) * top_k**2))
 
 
 @given(MODELS, st.integers(1, 16), st.integers(2, 16), st.integers(2, 128))
-def test_a_tree_accepts_between_nothing_and_its_depth(model: TreeAcceptance, depth: int, top_k: int, verify: int):
+def test_a_tree_accepts_between_nothing_and_its_depth(model, depth, top_k, verify):
     p = model.distribution(tree(depth, top_k, verify))
     assert len(p) == min(depth, verify - 1) + 1
     assert (p >= -1e-12).all()
@@ -40,14 +40,14 @@ def test_a_tree_accepts_between_nothing_and_its_depth(model: TreeAcceptance, dep
 
 
 @given(MODELS, st.integers(1, 15), st.integers(2, 16), st.integers(17, 127))
-def test_more_levels_or_more_nodes_never_accept_less(model: TreeAcceptance, depth: int, top_k: int, verify: int):
+def test_more_levels_or_more_nodes_never_accept_less(model, depth, top_k, verify):
     now = model.tokens_per_iteration(tree(depth, top_k, verify))
     assert model.tokens_per_iteration(tree(depth + 1, top_k, verify)) >= now - 1e-12
     assert model.tokens_per_iteration(tree(depth, top_k, verify + 1)) >= now - 1e-12
 
 
 @given(MODELS, st.integers(1, 12))
-def test_a_chain_is_the_tree_with_one_branch(model: TreeAcceptance, depth: int):
+def test_a_chain_is_the_tree_with_one_branch(model, depth):
     whole = model.curve(Strategy.chain("eagle", 13))
     assert model.curve(Strategy.chain("eagle", depth)) == pytest.approx(whole[:depth])
     assert model.curve(Strategy("eagle", 13, 1, depth + 1)) == pytest.approx(whole[:depth])

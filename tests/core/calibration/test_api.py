@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from tests.refused import refused
-from tltlab.calibration.api import Calibration, StepFits, calibrate, parse_rl_steps
+from tltlab.calibration.api import StepFits, calibrate, parse_rl_steps
 from tltlab.costs.linear import FAR_TOKENS, LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
@@ -22,9 +22,7 @@ TRUTH = LinearCosts(
 
 
 @cache
-def rollout(
-    depths: tuple[int, ...] = (0, 1, 2, 4), *, n=1000, steps=2, seed=0, noise="none", truth=TRUTH, most=32
-) -> Trace:
+def rollout(depths=(0, 1, 2, 4), *, n=1000, steps=2, seed=0, noise="none", truth=TRUTH, most=32):
     """A made-up recording: the batch decays from `most` to 1, 20 iterations share a depth, times are by `truth`."""
     rng = np.random.default_rng(seed)
     parts = []
@@ -64,11 +62,11 @@ def rollout(
 
 
 @cache
-def fitted() -> Calibration:
+def fitted():
     return calibrate(rollout())
 
 
-def same_terms(found: LinearCosts, truth: LinearCosts, rel: float = 1e-6) -> None:
+def same_terms(found, truth, rel=1e-6):
     for term, value in truth.model_dump(exclude_none=True).items():
         if term.endswith("_s"):
             assert getattr(found, term) == pytest.approx(value, rel=rel, abs=1e-9), term
@@ -199,11 +197,11 @@ def test_a_trace_without_iterations_cannot_be_calibrated():
 
 
 @pytest.mark.parametrize(("text", "steps"), [("1:3", [1, 2]), (":2", [0, 1]), ("2:", [2, 3]), ("1", [1]), (None, None)])
-def test_rl_steps_are_a_range(text: str | None, steps: list[int] | None):
+def test_rl_steps_are_a_range(text, steps):
     assert parse_rl_steps(text, [0, 1, 2, 3]) == steps
 
 
 @pytest.mark.parametrize("text", ["7:9", "a:b", "3:1"])
-def test_rl_steps_that_are_not_there(text: str):
+def test_rl_steps_that_are_not_there(text):
     with refused(ConfigError, naming=("rl-steps",)):
         parse_rl_steps(text, [0, 1, 2, 3])

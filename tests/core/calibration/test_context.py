@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from tltlab.acceptance.base import RequestArrays
-from tltlab.acceptance.context import ContextAcceptance, TrainedLength, fit_trained_length
+from tltlab.acceptance.context import ContextAcceptance, fit_trained_length
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import MeasuredAcceptance
 from tltlab.calibration.acceptance import fit_kind
@@ -17,12 +17,11 @@ from tltlab.policies.specs import FixedSpec
 from tltlab.sim import simulate
 from tltlab.strategy import Strategy
 from tltlab.traces.schema import KEY
-from tltlab.traces.trace import Trace
 
 DEPTH = 4
 
 
-def drafts_of(text: str, *, spread: float = 0.0, num: int = 40, longest: int = 12_000, seed: int = 0) -> pd.DataFrame:
+def drafts_of(text, *, spread=0.0, num=40, longest=12_000, seed=0):
     """Drafts of responses whose lengths differ, behind prompts of 100 tokens, as the model's chances have them."""
     rng, model = np.random.default_rng(seed), load_acceptance(text)
     strategy, parts = Strategy.chain("learned", DEPTH), []
@@ -40,7 +39,7 @@ def drafts_of(text: str, *, spread: float = 0.0, num: int = 40, longest: int = 1
     return pd.concat(parts, ignore_index=True)
 
 
-def fitted(drafts: pd.DataFrame) -> TrainedLength | None:
+def fitted(drafts):
     return fit_trained_length(
         response=drafts.groupby(list(KEY)).ngroup().to_numpy(),
         context_tokens=100.0 + drafts["generated_tokens"].to_numpy(),
@@ -51,7 +50,7 @@ def fitted(drafts: pd.DataFrame) -> TrainedLength | None:
 
 @pytest.mark.parametrize("trained", [700, 2000, 5000])
 @pytest.mark.parametrize("spread", [0.0, 0.1])
-def test_the_trained_length_of_drafts_is_found(trained: int, spread: float):
+def test_the_trained_length_of_drafts_is_found(trained, spread):
     drafts = drafts_of(f"0.8/0.5/0.3/0.2@{trained}", spread=spread)
     found = fitted(drafts)
     assert found is not None
@@ -64,7 +63,7 @@ def test_the_trained_length_of_drafts_is_found(trained: int, spread: float):
 
 @pytest.mark.parametrize("text", ["0.7", "0.7@11000"])
 @pytest.mark.parametrize("spread", [0.0, 0.2])
-def test_no_length_is_found_where_nothing_falls(text: str, spread: float):
+def test_no_length_is_found_where_nothing_falls(text, spread):
     for seed in range(3):
         drafts = drafts_of(text, spread=spread, seed=seed)
         assert fitted(drafts) is None
@@ -75,7 +74,7 @@ def test_a_few_responses_tell_nothing():
     assert fitted(drafts) is None
 
 
-def recorded(acceptance: str, drafter: str = "learned") -> Trace:
+def recorded(acceptance, drafter="learned"):
     """A simulated recording of long responses."""
     lengths = log_normal(prompts=8, group_size=4, rl_steps=1, median=1500, cap=10_000, workers=1)
     policy = Policy(selector=FixedSpec(strategy=Strategy.chain(drafter, DEPTH)))
@@ -96,7 +95,7 @@ def test_a_recording_tells_its_drafters_trained_length():
 
 
 @pytest.mark.parametrize(("acceptance", "drafter"), [("learned=0.7", "learned"), ("ngram=0.7@1k", "ngram")])
-def test_a_recording_without_one_keeps_its_measurement(acceptance: str, drafter: str):
+def test_a_recording_without_one_keeps_its_measurement(acceptance, drafter):
     fit = fit_kind(recorded(acceptance, drafter))
     assert isinstance(fit.model, MeasuredAcceptance)
     assert not any("context" in note for note in fit.notes)

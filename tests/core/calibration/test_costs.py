@@ -21,7 +21,6 @@ from tltlab.calibration.cross_validation import held_out_errors
 from tltlab.calibration.iterations import checked, measured_rows, read_step_times, recorded_rows
 from tltlab.cli.calibrate import calibrate as command
 from tltlab.costs import roofline, table
-from tltlab.costs.base import CostModel
 from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.costs.roofline import Hardware, RooflineCosts
@@ -49,7 +48,7 @@ RECORDED = ((1, 4), (2, 2), (5, 4), (12, 2), (24, 0))
 MEASURED = tuple(product((1, 4, 32), (0, 1, 3, 7)))
 
 
-def grid(costs: CostModel, depths: tuple[int, ...] = (0, 1, 3, 7), *, prefill: bool = False) -> pd.DataFrame:
+def grid(costs, depths=(0, 1, 3, 7), *, prefill=False):
     """Rows of a profiler for an engine with these costs: batch x depth of a chain x context."""
     rows = []
     for batch, depth, each, tokens in product(BATCHES, depths, (200, 4000), (0, 512) if prefill else (0,)):
@@ -61,7 +60,7 @@ def grid(costs: CostModel, depths: tuple[int, ...] = (0, 1, 3, 7), *, prefill: b
     return pd.DataFrame(rows, columns=names)
 
 
-def recording(costs: CostModel, *, rl_steps: int = 4, acceptance: object = None) -> Trace:
+def recording(costs, *, rl_steps=4, acceptance=None):
     """A simulated run: plain while the batch is large, chains in the tail, of 4 and then of 2."""
     lengths = log_normal(prompts=6, group_size=4, rl_steps=rl_steps, median=150, cap=400)
     model = acceptance or GeometricAcceptance(alpha=0.6)
@@ -79,7 +78,7 @@ def recording(costs: CostModel, *, rl_steps: int = 4, acceptance: object = None)
     return Trace.from_tables(parts[0].manifest.model_copy(update={"num_rl_steps": rl_steps}), joined)
 
 
-def annotated(ages: tuple[int, ...] = (0, 2, 6), rl_steps: int = 4) -> Trace:
+def annotated(ages=(0, 2, 6), rl_steps=4):
     """Lengths with counterfactuals of a drafter whose chance of 0.8 halves with age, and no iterations."""
     trace = log_normal(prompts=2, group_size=2, rl_steps=rl_steps, cap=2000)
     rng, rows = np.random.default_rng(1), []
@@ -91,16 +90,16 @@ def annotated(ages: tuple[int, ...] = (0, 2, 6), rl_steps: int = 4) -> Trace:
 
 
 @pytest.fixture(scope="module")
-def run() -> Trace:
+def run():
     return recording(LINEAR)
 
 
-def written(tmp_path: Path, capsys: pytest.CaptureFixture[str], source: Path, **options: object) -> dict:
+def written(tmp_path, capsys, source, **options):
     command(source, out=options.pop("out", tmp_path / "costs.json"), as_json=True, **options)
     return json.loads(capsys.readouterr().out)
 
 
-def same_times(found: CostModel, truth: CostModel, rel: float, at: tuple[tuple[int, int], ...] = RECORDED) -> None:
+def same_times(found, truth, rel, at=RECORDED):
     for batch, depth in at:
         strategy = Strategy.chain("learned", depth)
         times = [costs.iteration(strategy).seconds(batch, 300.0 * batch) for costs in (found, truth)]
@@ -111,7 +110,7 @@ def same_times(found: CostModel, truth: CostModel, rel: float, at: tuple[tuple[i
     ("truth", "kind", "rel", "error"),
     [(LINEAR, "linear", 1e-3, 1e-3), (LINEAR, "table", 0.02, 0.05), (ROOFLINE, "roofline", 0.03, 0.03)],
 )
-def test_costs_are_found_in_a_recording(truth: CostModel, kind: str, rel: float, error: float):
+def test_costs_are_found_in_a_recording(truth, kind, rel, error):
     found = fit_trace(recording(truth), kind, H100 if kind == "roofline" else None, most_folds=2)
     same_times(found.costs, truth, rel=rel)
     assert found.costs.calibrated.batch == (1, 24)
@@ -123,7 +122,7 @@ def test_costs_are_found_in_a_recording(truth: CostModel, kind: str, rel: float,
     ("truth", "kind", "rel", "error"),
     [(LINEAR, "linear", 1e-5, 1e-6), (LINEAR, "table", 0.01, 0.02), (ROOFLINE, "roofline", 0.01, 0.05)],
 )
-def test_costs_are_found_in_a_table(truth: CostModel, kind: str, rel: float, error: float):
+def test_costs_are_found_in_a_table(truth, kind, rel, error):
     points = grid(truth, prefill=kind != "roofline")
     found = fit_points(checked(points), kind, H100 if kind == "roofline" else None)
     same_times(found.costs, truth, rel=rel, at=MEASURED)
@@ -141,7 +140,7 @@ def test_chains_leave_drafting_per_request_inside_verification():
     same_times(found, truth, rel=1e-5, at=MEASURED)
 
 
-def test_a_table_states_where_unrecorded_drafting_is(run: Trace):
+def test_a_table_states_where_unrecorded_drafting_is(run):
     for blind, columns in ((False, []), (True, ["draft_duration", "next_draft_depth"])):
         rows = recorded_rows(run.iterations.assign(**dict.fromkeys(columns, np.nan)))
         notes = table.fit(rows, recorded=True).costs.notes
@@ -160,7 +159,7 @@ def test_noise_that_falls_is_smoothed_in_a_table():
 
 @pytest.mark.parametrize(("costs", "rel"), [(LINEAR, 1e-6), (ROOFLINE, 0.03)])
 @pytest.mark.parametrize("batches", [(1, 4, 16, 64), (1, 2, 4, 8), (2, 8, 32, 64)])
-def test_a_table_interpolates_between_depths(costs: CostModel, rel: float, batches: tuple[int, ...]):
+def test_a_table_interpolates_between_depths(costs, rel, batches):
     points = checked(grid(costs, (0, 7, 15)).query("batch in @batches"))
     found = fit_points(points, "table").costs
     assert found.draft_level_s > 0
@@ -186,7 +185,7 @@ def test_prompts_that_ride_cost_as_in_the_simulator():
     assert found.prefill_s(512) == pytest.approx(ROOFLINE.prefill_s(512), rel=0.05)
 
 
-def test_tokens_of_the_largest_iteration_are_whole(run: Trace):
+def test_tokens_of_the_largest_iteration_are_whole(run):
     table = run.iterations.assign(prefill_tokens=0)
     table.loc[0, ["batch", "num_drafted", "prefill_tokens"]] = 15, 115, 100
     found = roofline.fit(recorded_rows(table), H100, recorded=True).costs
@@ -206,7 +205,7 @@ def test_what_rows_leave_open_is_how_predictions_scatter():
     assert alone.fitted["all"][1] < 0.02 < alone.parameter["all"] < alone.error()
 
 
-def test_a_fold_is_predicted_by_fits_without_it(run: Trace):
+def test_a_fold_is_predicted_by_fits_without_it(run):
     table = run.iterations
     slow = table["rl_step"] == 2
     changed = table.assign(duration=table["duration"] * np.where(slow, 2.0, 1.0))
@@ -216,7 +215,7 @@ def test_a_fold_is_predicted_by_fits_without_it(run: Trace):
     assert found.loc["overall", "num_sums"] == 4
 
 
-def test_what_the_rest_cannot_predict_has_no_error(run: Trace):
+def test_what_the_rest_cannot_predict_has_no_error(run):
     table = run.iterations.query("rl_step < 3")
     plain = table[(table["rl_step"] == 0) | (table["draft_depth"] == 0)]
     blind = plain.assign(next_draft_depth=None, draft_duration=None)
@@ -243,7 +242,7 @@ def test_held_out_errors_by_hand():
         (grid(LINEAR, (0,)).drop(columns="draft_depth"), "table", ("sd_base_s", "draft_level_s")),
     ],
 )
-def test_unidentified_terms_stay_unknown(points: pd.DataFrame, kind: str, unknown: tuple[str, ...]):
+def test_unidentified_terms_stay_unknown(points, kind, unknown):
     found = fit_points(checked(points), kind)
     assert [getattr(found.costs, term) for term in unknown] == [None, None]
     alone = points["batch"].nunique() == 1
@@ -276,12 +275,12 @@ def test_model_free_drafters_have_no_network():
         ({"context_tokens": "many"}, ("many", "0", "context_tokens")),
     ],
 )
-def test_values_that_are_no_measurements_are_refused(change: dict[str, object], said: tuple):
+def test_values_that_are_no_measurements_are_refused(change, said):
     with refused(ConfigError, naming=said):
         checked(grid(LINEAR).assign(**change))
 
 
-def test_a_table_that_lacks_something_is_refused(tmp_path: Path):
+def test_a_table_that_lacks_something_is_refused(tmp_path):
     grid(LINEAR).drop(columns="seconds").to_csv(tmp_path / "t.csv", index=False)
     with refused(ConfigError, naming=("tokens_to_verify",)):
         read_step_times(tmp_path / "t.csv")
@@ -305,7 +304,7 @@ def test_a_table_that_lacks_something_is_refused(tmp_path: Path):
         ({"kind": "cubic"}, ("cubic",)),
     ],
 )
-def test_hardware_is_known_and_whole(tmp_path: Path, run: Trace, options: dict[str, object], named: tuple[str, ...]):
+def test_hardware_is_known_and_whole(tmp_path, run, options, named):
     run.write(tmp_path / "trace")
     with refused(ConfigError, naming=named):
         command(tmp_path / "trace", out=tmp_path / "costs.json", **options)
@@ -313,7 +312,7 @@ def test_hardware_is_known_and_whole(tmp_path: Path, run: Trace, options: dict[s
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_the_command_reads_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str):
+def test_the_command_reads_a_table(tmp_path, capsys, suffix):
     points, path = grid(ROOFLINE).query("batch in (1, 8, 64)").assign(rl_step=0), tmp_path / f"profile.{suffix}"
     points.to_csv(path, index=False) if suffix == "csv" else points.to_parquet(path)
     shown = written(tmp_path, capsys, path, kind="roofline", gpu="H100", model="Qwen2.5-7B", tp=1, rl_steps="0")
@@ -329,7 +328,7 @@ def test_the_command_reads_a_table(tmp_path: Path, capsys: pytest.CaptureFixture
             command(path, out=tmp_path / "again.json", **options)
 
 
-def test_the_command_on_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_on_a_recorded_run(tmp_path, capsys):
     stages = tmp_path / "stages.json"
     shown = written(tmp_path, capsys, SHIPPED / "tiny", acceptance="siblings", stages_out=stages)
     assert {"costs", "residuals", "sums", "notes", "out", "acceptance_out"} < set(shown)
@@ -342,11 +341,11 @@ def test_the_command_on_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert [row["stage"] for row in shown["stages"]["held_out"]][-1] == "all"
 
 
-def chain_tokens(alpha: float, depth: int) -> float:
+def chain_tokens(alpha, depth):
     return GeometricAcceptance(alpha=alpha).tokens_per_iteration(Strategy.chain("learned", depth))
 
 
-def test_acceptance_of_a_recording_is_found(run: Trace):
+def test_acceptance_of_a_recording_is_found(run):
     tokens = fit_kind(run).model.at(4).tokens_per_iteration(Strategy.chain("learned", 4))
     # A response's last draft is cut where it ends, which 1 in 30 drafts of so short responses are.
     assert tokens == pytest.approx(chain_tokens(0.6, 4), rel=0.05)
@@ -363,7 +362,7 @@ def test_workers_without_drafts_are_no_obstacle():
     assert fit_kind(trace.replace(iterations=table), "siblings").model.drafters == ("learned",)
 
 
-def test_acceptance_parquet_alone_suffices(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_acceptance_parquet_alone_suffices(tmp_path, capsys):
     annotated().write(tmp_path / "trace")
     with refused(ConfigError, naming=("--out",)):
         command(tmp_path / "trace", out=tmp_path / "costs.json")
@@ -380,7 +379,7 @@ def test_several_ages_identify_ageing():
         assert tokens == pytest.approx(chain_tokens(0.8 * AGEING.level(age, 0), 5), rel=0.05)
 
 
-def test_unidentified_acceptance_is_refused(tmp_path: Path, run: Trace):
+def test_unidentified_acceptance_is_refused(tmp_path, run):
     for trace, kind, named in (
         (run, "fresh", "acceptance.parquet"),
         (annotated(ages=(0,)), "fresh", "one age"),
@@ -396,7 +395,7 @@ def test_unidentified_acceptance_is_refused(tmp_path: Path, run: Trace):
             command(tmp_path / "lengths", out=out, **options)
 
 
-def test_the_same_trace_gives_the_same_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_same_trace_gives_the_same_files(tmp_path, capsys):
     for name in ("one", "two"):
         options = {"out": tmp_path / name / "costs.json", "acceptance": "siblings", "rl_steps": ":2"}
         shown = written(tmp_path, capsys, SHIPPED / "tiny", **options)

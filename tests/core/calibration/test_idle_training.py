@@ -2,7 +2,6 @@
 
 import json
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,13 +11,13 @@ from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.refused import refused
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
-from tltlab.calibration.idle_training import SpotFit, fit_spot
+from tltlab.calibration.idle_training import fit_spot
 from tltlab.cli.calibrate import calibrate as command
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.lengths.generate import log_normal
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import read
 
 from ...spot_rows import frame, spot_rows
 
@@ -30,7 +29,7 @@ TRUTH = SpotTraining(
 
 
 @cache
-def run(truth: SpotTraining = TRUTH, *, steps: int = 8, workers: int = 4, seed: int = 0, **how) -> Trace:
+def run(truth=TRUTH, *, steps=8, workers=4, seed=0, **how):
     """A trace of RL steps in which workers finish between 10 and 30 s."""
     rng = np.random.default_rng(seed)
     source = log_normal(rl_steps=steps, prompts=2, group_size=2, workers=workers, seed=seed)
@@ -42,12 +41,12 @@ def run(truth: SpotTraining = TRUTH, *, steps: int = 8, workers: int = 4, seed: 
 
 
 @cache
-def fitted() -> SpotFit:
+def fitted():
     return fit_spot(run())
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_run_gives_back_what_it_was_made_with(seed: int):
+def test_run_gives_back_what_it_was_made_with(seed):
     found = fit_spot(run(seed=seed, noise=0.2))
     model = found.model
     assert model.samples_per_s == pytest.approx(TRUTH.samples_per_s, rel=0.06)
@@ -112,7 +111,7 @@ def test_a_run_without_training_is_refused():
             fit_spot(trace)
 
 
-def test_the_command_writes_files_that_the_simulator_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_writes_files_that_the_simulator_reads(tmp_path, capsys):
     from tltlab.sim.cli.simulate import simulate
     from tltlab.sim.config import load_spot_training
 
@@ -137,7 +136,7 @@ def test_the_command_writes_files_that_the_simulator_reads(tmp_path: Path, capsy
     assert summary["mean_accept_length"] > 1.0
 
 
-def annotated(trace: Trace) -> Trace:
+def annotated(trace):
     """With rows of acceptance.parquet for a drafter in service and one a training older, the older one worse."""
     rng, rows = np.random.default_rng(0), []
     for row in trace.outcomes.itertuples():

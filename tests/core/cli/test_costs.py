@@ -1,7 +1,6 @@
 """`tltlab costs`: the presets, and a cost model's predictions of iterations."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -37,7 +36,7 @@ def test_without_a_name_all_presets_are_listed(asked):
     assert "Llama-3.3-70B on 4 x H200" in next(line for line in lines if line.startswith("h200-llama"))
 
 
-def test_rates_are_tokens_over_the_iterations_time(tmp_path: Path, asked):
+def test_rates_are_tokens_over_the_iterations_time(tmp_path, asked):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(LINEAR))
     rows = asked(str(path), batch="6", strategy="4,1,5", accept_length=3.0)["rows"]

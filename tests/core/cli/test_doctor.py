@@ -16,17 +16,15 @@ from tltlab.policies.policy import Policy
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import read
 
-from ..conftest import Command
-
 TRACES = Path(__file__).resolve().parents[3] / "traces"
 
 
 @pytest.fixture
-def doctor(command: Command) -> Command:
+def doctor(command):
     return partial(command, "doctor")
 
 
-def test_a_recorded_run_is_reported_in_both_formats(doctor: Command) -> None:
+def test_a_recorded_run_is_reported_in_both_formats(doctor):
     code, out, err = doctor(TRACES / "subset-sum-small", "--json")
     found = json.loads(out)
     assert (code, err) == (0, "")
@@ -41,7 +39,7 @@ def test_a_recorded_run_is_reported_in_both_formats(doctor: Command) -> None:
     assert max(map(len, out.splitlines())) <= 120
 
 
-def test_a_run_may_be_the_current_folder(doctor: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_may_be_the_current_folder(doctor, tmp_path, monkeypatch):
     read(TRACES / "tiny").select([0]).write(tmp_path / "run" / "trace")
     deep = "[" * 100_000
     (tmp_path / "run" / "events.jsonl").write_text(f'{deep}\n{{"event": "began", "rl_step": 0}}\n')
@@ -53,7 +51,7 @@ def test_a_run_may_be_the_current_folder(doctor: Command, tmp_path: Path, monkey
     assert "Events" in {section.title for section in page.sections}
 
 
-def test_a_folder_of_runs_names_them(doctor: Command, tmp_path: Path) -> None:
+def test_a_folder_of_runs_names_them(doctor, tmp_path):
     """A log next to them is not taken for the folder's own."""
     for name in ("first", "second"):
         read(TRACES / "tiny").select([0]).write(tmp_path / "runs" / name / "trace")
@@ -68,7 +66,7 @@ def test_a_folder_of_runs_names_them(doctor: Command, tmp_path: Path) -> None:
     assert "notes" not in err
 
 
-def test_a_simulated_run_is_reported_as_a_prediction(tmp_path: Path, doctor: Command) -> None:
+def test_a_simulated_run_is_reported_as_a_prediction(tmp_path, doctor):
     arms = (NO_SPECULATION, Strategy.chain("ngram", 8), Strategy.chain("ngram", 1))
     policy = Policy(selector=EpsilonGreedy.Spec(strategies=arms, epsilon=0.9, reward="relative"))
     result = tltlab.sim.simulate(read(TRACES / "tiny"), policy=policy, mode="sampled", record_iterations=True)

@@ -14,13 +14,11 @@ from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.strategy import Strategy
 
-from ..conftest import Command
-
 TINY = Path("traces/tiny").resolve()
 
 
 @pytest.fixture
-def said(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+def said(command, tmp_path, monkeypatch):
     """Runs a command in an empty folder."""
     monkeypatch.chdir(tmp_path)
     return command
@@ -36,9 +34,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("kind", PARTS)
-def test_a_new_part_meets_its_contract_and_serves(
-    said, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, kind: str
-):
+def test_a_new_part_meets_its_contract_and_serves(said, tmp_path, capsys, monkeypatch, kind):
     code, out, _ = said("new", kind, "quarter_step")
     assert (code, out) == (0, "wrote quarter_step.py; next: python quarter_step.py\n")
     monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
@@ -53,7 +49,7 @@ def test_a_new_part_meets_its_contract_and_serves(
     monkeypatch.delitem(sys.modules, "quarter_step")
 
 
-def test_a_new_recipe_and_reward_pass_their_checks(said, tmp_path: Path):
+def test_a_new_recipe_and_reward_pass_their_checks(said, tmp_path):
     code, out, err = said("new", "recipe", "mine", "--model", "Qwen/Qwen2.5-7B", "--json")
     assert (code, json.loads(out)["files"]) == (0, ["mine/recipe.toml", "mine/reward.py", "mine/prompts.jsonl"]), err
     assert load_recipe(tmp_path / "mine" / "recipe.toml").model == "Qwen/Qwen2.5-7B"
@@ -83,7 +79,7 @@ def test_settings_lists_every_field_with_its_default(said):
 
 
 @pytest.mark.parametrize(("section", "title"), [("recipe", "Recipe"), ("policy", "Policy")])
-def test_editors_get_a_schema(said, section: str, title: str):
+def test_editors_get_a_schema(said, section, title):
     schema = json.loads(said("settings", section, "--schema")[1])
     assert schema["title"] == title
     assert schema["additionalProperties"] is False
@@ -103,9 +99,7 @@ def test_editors_get_a_schema(said, section: str, title: str):
         ("off-policy --x", []),
     ],
 )
-def test_tab_offers_commands_options_and_subcommands(
-    command: Command, monkeypatch: pytest.MonkeyPatch, line: str, offered: list[str]
-):
+def test_tab_offers_commands_options_and_subcommands(command, monkeypatch, line, offered):
     monkeypatch.setenv("_TLTLAB_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", f"tltlab {line}")
     monkeypatch.setenv("COMP_CWORD", str(len(line.split()) or 1))
@@ -114,7 +108,7 @@ def test_tab_offers_commands_options_and_subcommands(
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_gets_its_completion_script(command: Command, monkeypatch: pytest.MonkeyPatch, shell: str):
+def test_a_shell_gets_its_completion_script(command, monkeypatch, shell):
     monkeypatch.setenv("_TLTLAB_COMPLETE", f"source_{shell}")
     code, out, _ = command()
     assert code == 0

@@ -4,15 +4,12 @@ import ctypes
 import os
 import shutil
 import socket
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tltlab import files
-
-from ..conftest import Command
 
 TRACES = Path(__file__).resolve().parents[3] / "traces"
 COSTS = "costs h100-qwen2.5-7b"
@@ -47,7 +44,7 @@ COSTS = "costs h100-qwen2.5-7b"
         ("ui nowhere", ["nowhere"]),
     ],
 )
-def test_a_wrong_command_line_is_refused(command: Command, tmp_path: Path, monkeypatch, line: str, facts: list[str]):
+def test_a_wrong_command_line_is_refused(command, tmp_path, monkeypatch, line, facts):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(TRACES / "tiny", "broken")
     Path("broken/outcomes.parquet").write_text("PAR1")
@@ -74,7 +71,7 @@ SOURCES = ["/dev/null", "/dev/zero", "/proc/self/mem", "empty.csv", "file.csv/be
 
 
 @contextmanager
-def without_override() -> Iterator[None]:
+def without_override():
     """Within, permissions stop root too: this thread has neither CAP_DAC_OVERRIDE nor CAP_DAC_READ_SEARCH."""
     library = ctypes.CDLL(None)
     header, before = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
@@ -88,7 +85,7 @@ def without_override() -> Iterator[None]:
 
 
 @pytest.fixture
-def sources(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def sources(tmp_path_factory, monkeypatch):
     """A current folder of sources that no command can read."""
     folder = tmp_path_factory.mktemp("sources")
     monkeypatch.chdir(folder)
@@ -110,7 +107,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source[:20])
 @pytest.mark.parametrize("line", ON_A_SOURCE)
-def test_a_source_that_cannot_be_read_is_refused(command: Command, sources, line: str, source: str):
+def test_a_source_that_cannot_be_read_is_refused(command, sources, line, source):
     words = line.replace("SOURCE", source).replace("TRACES", str(TRACES)).split()
     with without_override():
         code, out, err = command(*words)
@@ -118,7 +115,7 @@ def test_a_source_that_cannot_be_read_is_refused(command: Command, sources, line
     assert source in err
 
 
-def test_a_path_the_system_refuses_is_named(command: Command):
+def test_a_path_the_system_refuses_is_named(command):
     for option in ("--costs", "--policy", "--acceptance"):
         code, out, err = command("simulate", TRACES / "tiny", f"{option}={LONG}")
         assert (code, out, len(err.splitlines())) == (2, "", 1), err

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from importlib.metadata import entry_points, requires
 from pathlib import Path
 
@@ -35,7 +34,7 @@ COMES_WITH = {
     "markupsafe": "jinja2",
     "pydantic_core": "pydantic",
 }
-WITH_WORDS_OF_THEIR_OWN = {"prometheus_client", "mlflow", "wandb"}
+WITH_WORDS_OF_THEIR_OWN = {"prometheus_client", "wandb"}
 """No extra brings these: a recipe asks for them, and `RunLog` says how to install them."""
 
 WITHOUT = """
@@ -70,13 +69,13 @@ Done = tuple[int, str, str]
 """Exit code, standard output, standard error."""
 
 
-def loaded_by(code: str) -> set[str]:
+def loaded_by(code):
     """The names in `sys.modules` after `code`, in its own process."""
     code += "\nimport sys; sys.stderr.write(' '.join(sys.modules))"
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr.split())
 
 
-def without(*commands: tuple[Sequence[str], Sequence[str]]) -> list[Done]:
+def without(*commands):
     """Results of command lines in one process, each without its missing modules."""
     program = [sys.executable, "-c", WITHOUT, json.dumps(commands)]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
@@ -84,7 +83,7 @@ def without(*commands: tuple[Sequence[str], Sequence[str]]) -> list[Done]:
     return [(code, out, err) for code, out, err in map(json.loads, done.stdout.splitlines())]
 
 
-def says_what_to_install(done: Done, extra: str, module: str = "") -> None:
+def says_what_to_install(done, extra, module=""):
     """The last line, after progress, says it; there is no traceback, and no result."""
     code, out, err = done
     assert (code, out) == (2, ""), err
@@ -120,7 +119,7 @@ def says_what_to_install(done: Done, extra: str, module: str = "") -> None:
     ],
     ids=["import", "overview", "completion", "policy", "costs", "simulator", "simulate", "trace", "ui", "plugin"],
 )  # fmt: skip
-def test_commands_load_no_slow_unneeded_modules(code: str, needs: str, leaves_out: set[str]):
+def test_commands_load_no_slow_unneeded_modules(code, needs, leaves_out):
     pytest.importorskip(needs)
     loaded = loaded_by(code)
     assert {"tltlab", needs} <= loaded
@@ -153,9 +152,9 @@ def test_overview_has_first_line_that_each_command_has():
     assert {name: text.strip().splitlines()[0] for name, text in purposes.items()} == app._PURPOSES
 
 
-def imports_of(path: Path) -> set[str]:
-    names: set[str] = set()
-    statements: list[ast.AST] = [*ast.parse(path.read_text()).body]
+def imports_of(path):
+    names = set()
+    statements = [*ast.parse(path.read_text()).body]
     for node in statements:
         # Not `ast.walk`: most of a tree are expressions, which import nothing.
         for part in ("body", "orelse", "handlers", "finalbody"):
@@ -179,7 +178,7 @@ def test_every_import_is_a_requirement_or_extra():
 
 
 @pytest.mark.parametrize("extra", ["sim", "runtime"])
-def test_every_requirement_of_extra_is_named_with_it(extra: str):
+def test_every_requirement_of_extra_is_named_with_it(extra):
     brings = {name: module for module, name in app._BROUGHT_BY.items() if module == "zmq"}
     for line in requires("tltlab") or ():
         if re.search(f"extra == ['\"]{extra}['\"]", line):
@@ -195,7 +194,7 @@ def test_what_no_extra_brings_stays_error_of_python():
         app._missing_extra(ModuleNotFoundError("No module named 'of_the_users_own'", name="of_the_users_own"))
 
 
-def test_missing_modules_name_their_extra(tmp_path: Path):
+def test_missing_modules_name_their_extra(tmp_path):
     train = "train qwen2.5-0.5b-gsm8k reward=tltlab.runtime.rollout.rewards:math --out OUT"
     one_missing = [("optuna", "sim", "tune traces/tiny --out OUT"), ("pebble", "runtime", train),
                    ("math_verify", "runtime", train)]  # fmt: skip

@@ -19,13 +19,13 @@ from tltlab.errors import ConfigError
 drafts = st.integers(1, 6).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted)))
 
 
-def watching(predicted: float = 0.8, **config: object) -> Canary:
+def watching(predicted=0.8, **config):
     canary = Canary(CanaryConfig(**config))  # type: ignore[arg-type]
     canary.expect([predicted, predicted], "the swap")
     return canary
 
 
-def play(canary: Canary, events: list[str]) -> Canary:
+def play(canary, events):
     """The canary after so many drafts of which the first token is kept, or missed; a sync, a wake, a swap."""
     for event in events:
         kind, _, number = event.partition(" ")
@@ -40,12 +40,12 @@ def play(canary: Canary, events: list[str]) -> Canary:
     return canary
 
 
-def kinds(canary: Canary) -> list[str]:
+def kinds(canary):
     return [verdict.kind for verdict in canary.verdicts]
 
 
 @given(st.lists(drafts))
-def test_counts_per_position_are_those_of_every_draft(all_drafts: list[tuple[int, int]]):
+def test_counts_per_position_are_those_of_every_draft(all_drafts):
     counts = DraftCounts()
     for drafted, kept in all_drafts:
         counts.add(drafted, kept)
@@ -105,7 +105,7 @@ def test_moved_target_lowers_bound_and_wake_does_not():
 
 
 @pytest.mark.parametrize("chance", [math.nan, -0.1, 1.1, math.inf])
-def test_a_number_that_is_no_probability_is_refused(chance: float):
+def test_a_number_that_is_no_probability_is_refused(chance):
     canary = watching(0.8)
     with refused(ConfigError, naming=("1",)):
         canary.expect([0.5, chance], "a broken training")
@@ -113,7 +113,7 @@ def test_a_number_that_is_no_probability_is_refused(chance: float):
 
 
 @pytest.mark.parametrize(("predicted", "min_drafts"), [(0.8, 50), (0.4, 100), (1.0, 200), (0.25, 100)])
-def test_a_drafter_at_the_bound_is_seldom_wronged(predicted: float, min_drafts: int):
+def test_a_drafter_at_the_bound_is_seldom_wronged(predicted, min_drafts):
     """Exact: the distribution of kept tokens from look to look, those that were judged collapsed taken out."""
     bound, alive, drafts = 0.5 * predicted, np.ones(1), 0
     for look in range(7):
@@ -149,7 +149,7 @@ def test_no_window_of_a_sound_drafter_collapses():
     st.lists(st.sampled_from(["keep", "miss", "sync", "wake", "swap 0.9", "swap 0.01"]), min_size=1, max_size=200),
     st.integers(0, 200),
 )
-def test_a_state_taken_at_any_time_continues(events: list[str], split: int):
+def test_a_state_taken_at_any_time_continues(events, split):
     config = CanaryConfig(min_drafts=5)
     whole, first, second = Canary(config), Canary(config), Canary(config)
     play(whole, events)
@@ -171,24 +171,24 @@ def test_it_keeps_only_the_newest_verdicts():
 class Engine:
     """Drafts of 8 requests an iteration, and what the alarm says of them."""
 
-    def __init__(self, *, has_network: bool = True) -> None:
-        self.said: list[str] = []
+    def __init__(self, *, has_network=True):
+        self.said = []
         self.alarm = Alarm(self.said.append)
         self._has_network = has_network
         self._random = np.random.default_rng(3)
 
-    def drafts(self, number: int, rate: float) -> Engine:
+    def drafts(self, number, rate):
         for _ in range(number // 8):
             kept = self._random.random(8) < rate
             self.alarm.observe("x", [(3, 2 * int(each)) for each in kept], has_network=self._has_network)
         return self
 
-    def happens(self, *events: str) -> Engine:
+    def happens(self, *events):
         for event in events:
             self.alarm.note_event(event)
         return self
 
-    def idle(self) -> Engine:
+    def idle(self):
         self.alarm.idle()
         return self
 
@@ -211,7 +211,7 @@ STORIES = {
 
 
 @pytest.mark.parametrize(("has_network", "windows", "alarms"), STORIES.values(), ids=STORIES)
-def test_the_alarm_is_for_a_collapse_alone(has_network: bool, windows: list[tuple[int, float]], alarms: int):
+def test_the_alarm_is_for_a_collapse_alone(has_network, windows, alarms):
     engine = Engine(has_network=has_network)
     for n, (number, rate) in enumerate(windows):
         engine.happens(*["the engine woke"] * bool(n)).drafts(number, rate).idle()

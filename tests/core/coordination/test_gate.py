@@ -24,7 +24,7 @@ from tltlab.coordination.schedule import (
 from tltlab.state import DrafterState
 
 
-def rollouts(num: int, trained: set[int], *, slowdown: float = 0.0, lengths: float = 3.0) -> list[RolloutDrift]:
+def rollouts(num, trained, *, slowdown=0.0, lengths=3.0):
     """Rollouts of 1,000 tokens that take 10 s, longer by `slowdown` where workers trained."""
     return [
         RolloutDrift(rl_step=t, rollout_s=10.0 * (1.0 + slowdown * (t in trained)), tokens=1000, accept_length=lengths)
@@ -32,7 +32,7 @@ def rollouts(num: int, trained: set[int], *, slowdown: float = 0.0, lengths: flo
     ]
 
 
-def attempts(*steps: int, candidate: float = 3.0, served: float = 3.0, delay_s: float = 0.0) -> list[Attempt]:
+def attempts(*steps, candidate=3.0, served=3.0, delay_s=0.0):
     return [Attempt(rl_step=t, delay_s=delay_s, candidate=candidate, served=served) for t in steps]
 
 

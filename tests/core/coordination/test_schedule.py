@@ -22,18 +22,18 @@ class Drafter:
     A rollout's mean is that of `drafts` geometric lengths, times a lognormal factor for its prompts.
     """
 
-    def __init__(self, drift: float, *, best: float = 3.0, drafts: int = 3000, prompts: float = 0.0, seed: int = 0):
+    def __init__(self, drift, *, best=3.0, drafts=3000, prompts=0.0, seed=0):
         self.drift, self.best, self.drafts, self.prompts = drift, best, drafts, prompts
         self.rng = np.random.default_rng(seed)
         self.age = 0
 
-    def rollout(self) -> float:
+    def rollout(self):
         self.age += 1
         mean = max(self.best * (1 - self.drift) ** self.age * math.exp(self.rng.normal(0, self.prompts)), 1.01)
         return float(self.rng.geometric(1 / mean, self.drafts).mean())
 
 
-def play(schedule: TrainingSchedule, drafter: Drafter, rl_steps: int, first: int = 0) -> list[int]:
+def play(schedule, drafter, rl_steps, first=0):
     """The RL steps in which the drafter was trained."""
     trained = []
     for rl_step in range(first, first + rl_steps):
@@ -46,7 +46,7 @@ def play(schedule: TrainingSchedule, drafter: Drafter, rl_steps: int, first: int
     return trained
 
 
-def dropping(drop: float = 0.03) -> TrainingSchedule:
+def dropping(drop=0.03):
     return TrainingSchedule(ScheduleConfig(kind="acceptance-drops", drop=drop), pretrained=True)
 
 
@@ -76,7 +76,7 @@ def test_by_default_training_waits_for_acceptance_to_drop():
         pytest.param([(3.0, 4000), (1.2, 4000)], True, id="a drop"),
     ],
 )
-def test_a_drop_must_be_proved(rollouts: list[tuple[float, int]], trains: bool):
+def test_a_drop_must_be_proved(rollouts, trains):
     schedule = dropping()
     for rl_step, (length, drafts) in enumerate(rollouts):
         schedule.rollout_done(rl_step, length, drafts=drafts)
@@ -94,7 +94,7 @@ def test_drafters_that_do_not_drift_are_seldom_trained():
 
 
 @pytest.mark.parametrize(("drift", "fewest", "most"), [(0.005, 5, 40), (0.03, 30, 75)])
-def test_faster_drafter_drifts_oftener_it_is_trained(drift: float, fewest: int, most: int):
+def test_faster_drafter_drifts_oftener_it_is_trained(drift, fewest, most):
     trainings = [len(play(dropping(), Drafter(drift, seed=seed), 150)) for seed in range(5)]
     assert fewest <= min(trainings)
     assert max(trainings) <= most
@@ -139,7 +139,7 @@ def test_rl_steps_count_from_the_last_training():
 
 
 def test_the_order_within_an_rl_step_is_free():
-    def told(trained_first: bool) -> TrainingSchedule:
+    def told(trained_first):
         schedule = TrainingSchedule(ScheduleConfig(kind="acceptance-drops"))
         for rl_step, length in enumerate((2.0, 3.0, 2.9, 2.7)):
             if trained_first and rl_step == 1:
@@ -169,10 +169,10 @@ def test_a_rollout_done_again_replaces_the_first():
     st.integers(0, 30),
     st.sampled_from(["never", "always", "every", "acceptance-drops"]),
 )
-def test_a_schedule_continues_from_its_state(rollouts: list[tuple[float, int, bool]], split: int, kind: str):
+def test_a_schedule_continues_from_its_state(rollouts, split, kind):
     config = ScheduleConfig(kind=kind, every=3)  # type: ignore[arg-type]
 
-    def follow(schedule: TrainingSchedule, steps: range) -> list[Decision]:
+    def follow(schedule, steps):
         decisions = []
         for rl_step in steps:
             length, drafts, may_train = rollouts[rl_step]

@@ -1,13 +1,11 @@
 """Costs of every kind: the linear formula, files and what they refuse, and what was not measured."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from tests.core.costs.models import CHAIN, CONSTANTS, LINEAR, ROOFLINE, SHAPED, TABLE, TABLED
 from tests.refused import refused
-from tltlab.costs.base import CostModel, padded
+from tltlab.costs.base import padded
 from tltlab.costs.load import load_costs, presets
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.table import TableCosts
@@ -44,7 +42,7 @@ def test_graphs_pad_up_to_the_next_size_alone():
 
 
 @pytest.mark.parametrize("costs", [LINEAR, TABLED, ROOFLINE], ids=lambda costs: costs.kind)
-def test_missing_term_is_named_once_it_is_needed(costs: CostModel):
+def test_missing_term_is_named_once_it_is_needed(costs):
     loaded, bare = (costs.iteration(NO_SPECULATION, drafter_loaded=x).seconds(2, 0) for x in (True, False))
     idle_s = costs.constants.sd_idle_s if isinstance(costs, RooflineCosts) else costs.sd_idle_s
     assert loaded - bare == pytest.approx(idle_s)
@@ -86,7 +84,7 @@ def test_missing_term_is_named_once_it_is_needed(costs: CostModel):
         ("vlm:H100:Llama-3.1-8B", ("ENGINE:GPUS:MODEL",)),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_named(value: dict[str, object] | str, named: tuple[str, ...]):
+def test_what_makes_no_sense_is_named(value, named):
     with refused(ConfigError, naming=named):
         load_costs(value)
 
@@ -103,11 +101,11 @@ def test_what_makes_no_sense_is_named(value: dict[str, object] | str, named: tup
         load_costs("vllm:4xH100:MiniMax-M2.5:fp8"),
     ],
 )
-def test_a_file_gives_back_what_was_written(costs: CostModel, tmp_path: Path):
+def test_a_file_gives_back_what_was_written(costs, tmp_path):
     assert load_costs(costs.write(tmp_path / "costs.json")) == costs
 
 
-def test_a_changed_bit_is_refused_or_harmless(tmp_path: Path):
+def test_a_changed_bit_is_refused_or_harmless(tmp_path):
     path = LINEAR.write(tmp_path / "costs.json")
     data = path.read_bytes()
     num_refused = 0

@@ -18,11 +18,11 @@ LEFT_OUT = {
 }  # fmt: skip
 
 
-def evidence(*unmeasured: str, **change) -> Evidence:
+def evidence(*unmeasured, **change):
     return Evidence(engine="mine", unmeasured=unmeasured, left_out=LEFT_OUT, draft_depth=(2, 5), **change)
 
 
-def added(*errors: float) -> float:
+def added(*errors):
     """Independent errors as one: factors' logarithms add up in squares."""
     return pytest.approx(expm1(hypot(*map(log1p, errors))), abs=1e-6)
 
@@ -58,7 +58,7 @@ def test_speculations_distance_is_its_farther_parts():
 
 
 @pytest.mark.parametrize("model", ["Llama-3.1-8B", "Qwen3-30B-A3B"])
-def test_errors_of_profiles_widen_with_distance(model: str):
+def test_errors_of_profiles_widen_with_distance(model):
     names = [f"sglang:H200:{model}", f"sglang:H100:{model}", f"sglang:A100:{model}", f"sglang:A100:{model}:int4"]
     found = [load_costs(name).evidence for name in names]
     assert [one.distance for one in found] == ["measured together", "interpolated", "never measured", "never measured"]

@@ -14,11 +14,11 @@ from tltlab.traces.trace import read
 
 
 @pytest.fixture
-def rng() -> np.random.Generator:
+def rng():
     return np.random.default_rng(0)
 
 
-def test_fit_finds_distribution_that_made_data(rng: np.random.Generator):
+def test_fit_finds_distribution_that_made_data(rng):
     model = rng.uniform(2e-3, 9e-3, 40_000)
     ratio = np.exp(0.3 * rng.standard_normal(len(model)) - 0.045)
     noise = fit_noise(model * ratio, model)
@@ -27,7 +27,7 @@ def test_fit_finds_distribution_that_made_data(rng: np.random.Generator):
     assert sum(block.share for block in noise.blocks) < 0.05
 
 
-def test_the_fit_finds_how_long_an_excess_lasts(rng: np.random.Generator):
+def test_the_fit_finds_how_long_an_excess_lasts(rng):
     lasting = np.repeat(rng.standard_normal(5_000), 16)
     scores = np.sqrt(0.7) * lasting + np.sqrt(0.3) * rng.standard_normal(len(lasting))
     noise = fit_noise(np.exp(0.2 * scores), np.ones(len(scores)), series=np.arange(len(scores)) // 800)
@@ -41,7 +41,7 @@ def test_rollout_that_ran_slow_throughout_is_no_noise():
     assert fit_noise(slow, np.ones(800)) is not None
 
 
-def test_too_little_data_gives_no_noise(rng: np.random.Generator):
+def test_too_little_data_gives_no_noise(rng):
     assert fit_noise(rng.uniform(1, 2, 150), np.ones(150)) is None
 
 
@@ -53,7 +53,7 @@ def test_too_little_data_gives_no_noise(rng: np.random.Generator):
         ({"ratios": (1.0,), "blocks": (Block(iterations=4, share=0.7), Block(iterations=16, share=0.7))}, ("more",)),
     ],
 )
-def test_what_is_no_noise_is_refused(fields: dict[str, object], what: tuple):
+def test_what_is_no_noise_is_refused(fields, what):
     with refused(ValidationError, naming=what):
         IterationNoise.model_validate(fields)
 
@@ -64,6 +64,6 @@ def test_calibration_measures_it_and_costs_carry_it(tmp_path):
     assert load_costs(costs.write(tmp_path / "costs.json")) == costs
 
 
-def _parts(ratio: np.ndarray) -> list[float]:
+def _parts(ratio):
     parts = np.array([part.mean() for part in np.array_split(np.sort(ratio), 100)])
     return (parts / parts.mean()).tolist()

@@ -1,14 +1,13 @@
 """Engine profiles: costs of any model on any GPU by name, what speaks for them, and precision and experts in them."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.refused import refused
 from tltlab.costs.load import load_costs
 from tltlab.costs.profiles import profile_costs
-from tltlab.costs.roofline import RooflineCosts, expected_experts
+from tltlab.costs.roofline import expected_experts
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model
 from tltlab.sim.fits import hardware
@@ -21,7 +20,7 @@ QWEN3_MOE = {
 }  # fmt: skip
 
 
-def plain_s(costs: RooflineCosts, batch: int = 1, context: int = 0) -> float:
+def plain_s(costs, batch=1, context=0):
     return costs.iteration(NO_SPECULATION).seconds(batch, batch * context)
 
 
@@ -63,7 +62,7 @@ def test_only_touched_experts_are_read():
         ("vllm:4xB200:Llama-3.3-70B:fp4", "never measured", ("gpu", "model", "weights")),
     ],
 )
-def test_predictions_state_how_near_a_measurement_is(name: str, distance: str, unmeasured: tuple[str, ...]):
+def test_predictions_state_how_near_a_measurement_is(name, distance, unmeasured):
     evidence = load_costs(name).evidence
     assert (evidence.distance, evidence.unmeasured) == (distance, unmeasured)
     assert all(fact in str(evidence) for fact in (distance, *unmeasured) if fact != "together")
@@ -71,7 +70,7 @@ def test_predictions_state_how_near_a_measurement_is(name: str, distance: str, u
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> tuple[Path, Path]:
+def own(tmp_path):
     """Files of a GPU with a slow memory and of a model."""
     device, config = tmp_path / "mine.json", tmp_path / "mine" / "config.json"
     config.parent.mkdir()
@@ -80,7 +79,7 @@ def own(tmp_path: Path) -> tuple[Path, Path]:
     return device, config
 
 
-def test_a_model_is_read_off_its_config_json(own: tuple[Path, Path]):
+def test_a_model_is_read_off_its_config_json(own):
     by_folder, by_file = (load_costs(f"sglang:H200:{path}") for path in (own[1].parent, own[1]))
     assert by_folder == by_file
     assert (by_folder.weights, by_folder.model.name) == ("fp8", "mine")
@@ -89,13 +88,13 @@ def test_a_model_is_read_off_its_config_json(own: tuple[Path, Path]):
     assert plain_s(by_folder, 8, 1000) == pytest.approx(plain_s(known, 8, 1000))
 
 
-def test_a_gpu_is_read_off_a_file(own: tuple[Path, Path]):
+def test_a_gpu_is_read_off_a_file(own):
     costs = load_costs(f"vllm:{own[0]}:Llama-3.1-8B")
     assert plain_s(costs) > 2 * plain_s(load_costs("vllm:H100:Llama-3.1-8B"))
     assert costs.evidence.unmeasured == ("gpu",)
 
 
-def test_calibration_takes_files_and_known_names(own: tuple[Path, Path]):
+def test_calibration_takes_files_and_known_names(own):
     device, config = own
     found = hardware(str(device), str(config), 1)
     assert (found.gpu.name, found.gpu.hbm_bytes_per_s, found.model.experts) == ("mine", 1e12, 128)

@@ -17,12 +17,12 @@ ROOFLINES = [name for name in presets() if load_costs(name).kind == "roofline"]
 ROOFLINES += [f"{name}:2xH100:Qwen3-32B" for name in profiles().engines]
 
 
-def by_hand(batch: int, context: float, v: int, depth: int, top_k: int, tp: int) -> float:
+def by_hand(batch, context, v, depth, top_k, tp):
     """The formula of the docstring, term by term, for Qwen2.5-32B on H100."""
     weights, layer, head, hidden = 31_984_189_440, 487_587_840, 5120 * 152064, 5120
     bandwidth, flops = tp * 3.35e12, tp * 989e12
 
-    def rounded(a: float, b: float) -> float:
+    def rounded(a, b):
         return (a**2.5 + b**2.5) ** (1 / 2.5)
 
     took = 1.5e-3 + 64 * 2e-5 + batch * 4e-5
@@ -39,7 +39,7 @@ def by_hand(batch: int, context: float, v: int, depth: int, top_k: int, tp: int)
 
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("batch", [1, 7, 200])
-def test_an_iteration_is_the_sum_of_its_terms(batch: int, tp: int):
+def test_an_iteration_is_the_sum_of_its_terms(batch, tp):
     costs = ROOFLINE.model_copy(update={"tp": tp})
     plain, tree = costs.iteration(NO_SPECULATION), costs.iteration(TREE)
     assert plain.seconds(batch, 1e5) == pytest.approx(by_hand(batch, 1e5, 1, 0, 0, tp))
@@ -47,7 +47,7 @@ def test_an_iteration_is_the_sum_of_its_terms(batch: int, tp: int):
 
 
 @pytest.mark.parametrize("batch", [1, 59])
-def test_a_block_is_drafted_in_one_pass(batch: int):
+def test_a_block_is_drafted_in_one_pass(batch):
     """Worked by hand: five layers on (d + 1) tokens of each request, once."""
     layer, head, hidden = 487_587_840, 5120 * 152064, 5120
     draft, tp = 5 * layer + head + 2 * hidden**2, ROOFLINE.tp
@@ -68,7 +68,7 @@ def test_prompts_are_nearly_free_up_to_the_knee():
     bytes_s = 128 * 2 * 3 / 4 * 5120 * 2 / 450e9
     plain = costs.iteration(NO_SPECULATION)
 
-    def by_hand(prompt: float) -> float:
+    def by_hand(prompt):
         both, alone = ((read**4 + (token * (8 + p / 0.9)) ** 4) ** 0.25 for p in (prompt, 0.0))
         return both - alone + bytes_s * prompt
 
@@ -84,9 +84,7 @@ def test_prompts_are_nearly_free_up_to_the_knee():
     st.sampled_from([*presets(), "vllm:4xH100:MiniMax-M2.5:fp8", "cpu-small"]), st.integers(1, 512),
     st.floats(1.0, 20_000.0), st.sampled_from([NO_SPECULATION, TREE]), st.floats(0.5, 2.0),
 )  # fmt: skip
-def test_prompts_beside_decoding_take_no_longer_than_apart(
-    name: str, batch: int, prompt: float, strategy: Strategy, level: float
-):
+def test_prompts_beside_decoding_take_no_longer_than_apart(name, batch, prompt, strategy, level):
     shape = load_costs(name)
     for costs in (shape, ScaledCosts.wrapping(shape, level=level), ScaledCosts.wrapping(shape, overhead=level)):
         cost, apart = costs.iteration(strategy), costs.prefill_s(prompt)
@@ -99,12 +97,10 @@ def test_prompts_beside_decoding_take_no_longer_than_apart(
     name=st.sampled_from(ROOFLINES), batch=st.integers(1, 512), more=st.integers(1, 512), context=st.floats(0, 1e7),
     depth=st.integers(1, 16), verify=st.integers(2, 128), top_k=st.integers(2, 16),
 )  # fmt: skip
-def test_times_are_positive_and_grow_with_work(
-    name: str, batch: int, more: int, context: float, depth: int, verify: int, top_k: int
-):
+def test_times_are_positive_and_grow_with_work(name, batch, more, context, depth, verify, top_k):
     costs = load_costs(name)
 
-    def took(batch: int, context: float, depth: int, verify: int, top_k: int = top_k) -> float:
+    def took(batch, context, depth, verify, top_k=top_k):
         # Of any width: not every depth and top_k has as many nodes.
         shape = Strategy("learned", depth, top_k, 2)
         return costs.iteration(shape, tokens_to_verify=verify).seconds(batch, context)

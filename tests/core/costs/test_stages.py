@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refused import refused
-from tltlab.calibration.stages import StageFit, fit_stages, workloads
+from tltlab.calibration.stages import fit_stages, workloads
 from tltlab.costs.load import load_stages
 from tltlab.costs.stages import InferenceCosts, RewardCosts, StageCosts, StepWorkload, SyncCosts, TrainCosts
 from tltlab.errors import ConfigError, TraceError
@@ -24,14 +24,14 @@ PRESETS = TRACES.parent / "tltlab" / "costs" / "stage_presets"
 H100 = {"kind": "roofline", "gpu": "H100", "model": "Qwen2.5-7B", "num_gpus": 8}
 
 
-def roofline(**fields: object) -> StageCosts:
+def roofline(**fields):
     return load_stages(H100 | fields)
 
 
 H100_7B = roofline()
 
 
-def recorded(costs: StageCosts, *, rl_steps: int = 12, noise: float = 0.0, rewards: bool = True) -> Trace:
+def recorded(costs, *, rl_steps=12, noise=0.0, rewards=True):
     """A run whose stages took what `costs` say, times lognormal noise; half of the groups have equal rewards."""
     rng = np.random.default_rng(0)
     n, rows = 16, []
@@ -52,7 +52,7 @@ def recorded(costs: StageCosts, *, rl_steps: int = 12, noise: float = 0.0, rewar
     return trace.replace(steps=pd.DataFrame(steps))
 
 
-def work_of(prompt_tokens, response_tokens, num_updates=1, **columns) -> StepWorkload:
+def work_of(prompt_tokens, response_tokens, num_updates=1, **columns):
     rows = {"prompt_tokens": prompt_tokens, "response_tokens": response_tokens} | columns
     return StepWorkload.of_rows(pd.DataFrame(rows), num_updates=num_updates)
 
@@ -189,7 +189,7 @@ def test_rows_without_stages_are_refused():
 
 
 @cache
-def fit_shipped(name: str) -> StageFit:
+def fit_shipped(name):
     if not (TRACES / name).is_dir():
         pytest.skip(f"no traces/{name} here: it is not part of the source distribution")
     return fit_stages(read(TRACES / name))

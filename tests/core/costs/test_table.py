@@ -21,7 +21,7 @@ from tltlab.costs.roofline import Hardware
 from tltlab.costs.table import IdealForward, TableCosts
 from tltlab.hardware import gpu, model
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import read
 
 TRACES = Path(__file__).resolve().parents[3] / "traces"
 
@@ -45,7 +45,7 @@ def test_context_costs_follow_the_slope():
 
 
 @given(st.floats(0.2, 1.0), st.lists(st.integers(1, 12), min_size=1, max_size=5, unique=True), st.integers(1, 8192))
-def test_at_one_utilisation_roofline_table_is_that_roofline(used: float, powers: list[int], tokens: int):
+def test_at_one_utilisation_roofline_table_is_that_roofline(used, powers, tokens):
     roofline = Hardware(gpu="H100", model="Qwen2.5-7B")
     ideal = IdealForward.of(roofline)
     knots = [{"tokens": 2**p, "seconds": ideal.at(2**p) / used} for p in sorted(powers)]
@@ -74,7 +74,7 @@ growing = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=5).map(lambda steps
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> TableCosts:
+def tables(draw):
     seconds, fixed, context = (draw(growing) for _ in range(3))
     at = sorted(draw(st.lists(st.integers(1, 2000), min_size=len(seconds), max_size=len(seconds), unique=True)))
     few = {"min_size": 1, "max_size": min(len(fixed), len(context)), "unique": True}
@@ -91,8 +91,8 @@ def tables(draw: st.DrawFn) -> TableCosts:
 
 
 @given(tables(), st.integers(1, 400), st.integers(2, 60), st.integers(1, 8), st.floats(0, 1e5))
-def test_times_grow_with_everything(costs: TableCosts, batch: int, verify: int, depth: int, each: float):
-    def took(b: int, v: int, d: int, context: float) -> float:
+def test_times_grow_with_everything(costs, batch, verify, depth, each):
+    def took(b, v, d, context):
         return costs.iteration(Strategy("learned", d, 64, v)).seconds(b, b * context)
 
     here = took(batch, verify, depth, each)
@@ -109,11 +109,11 @@ def test_a_dip_within_noise_is_lifted():
     assert [k.seconds for k in lifted.forward] == [1.0, 1.0]
 
 
-def from_trace(trace: Trace) -> TableCosts:
+def from_trace(trace):
     return table.fit(recorded_rows(iterations_of(trace), trace.steps), recorded=True).costs
 
 
-def recorded(costs: TableCosts, outliers: bool = False, num: int = 2000) -> Trace:
+def recorded(costs, outliers=False, num=2000):
     """A trace whose iterations took what `costs` says; one in a hundred took ten times as long."""
     rng, whole, rows = np.random.default_rng(0), read(TRACES / "tiny"), []
     for i in range(num):
@@ -129,7 +129,7 @@ def recorded(costs: TableCosts, outliers: bool = False, num: int = 2000) -> Trac
     return whole.replace(iterations=table.assign(num_drafted=table["batch"] * table["draft_depth"]))
 
 
-def ratios(found: TableCosts, truth: TableCosts, *batches: int) -> list[float]:
+def ratios(found, truth, *batches):
     """Times under both costs, of plain iterations and of chains."""
     pairs = [[costs.iteration(s) for costs in (found, truth)] for s in (NO_SPECULATION, CHAIN)]
     return [own.seconds(batch, 4e4) / true.seconds(batch, 4e4) for own, true in pairs for batch in batches]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +15,7 @@ import pytest
 from tests.refused import refused
 from tltlab.coordination.canary import Verdict
 from tltlab.doctor.evidence import NotChecked, RunEvidence
-from tltlab.doctor.signatures import CHECKS, SIGNATURES, Finding, diagnose, examine
+from tltlab.doctor.signatures import CHECKS, SIGNATURES, diagnose, examine
 from tltlab.errors import TraceError
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.schema import Contents, Manifest
@@ -51,9 +50,9 @@ class Run:
     hardware: str = "2 CPU cores"
     seed: int = 0
 
-    def trace(self, **tables: Any) -> Trace:
+    def trace(self, **tables):
         rng = np.random.default_rng(self.seed)
-        rows: dict[str, list[dict[str, Any]]] = {n: [] for n in ("workload", "outcomes", "iterations", "steps")}
+        rows = {n: [] for n in ("workload", "outcomes", "iterations", "steps")}
         for step in range(self.steps):
             speculates = not self.plain_steps or step % 2 == 1
             ends = [self._worker(rng, rows, step, worker, speculates) for worker in range(self.workers)]
@@ -66,7 +65,7 @@ class Run:
         manifest = Manifest(kind="recorded", num_workers=self.workers, hardware=self.hardware, max_response_tokens=400)
         return Trace.from_tables(manifest, {**frames, **tables})
 
-    def _worker(self, rng: np.random.Generator, rows: Any, step: int, worker: int, speculates: bool) -> float:
+    def _worker(self, rng, rows, step, worker, speculates):
         lengths = np.minimum(rng.geometric(1 / 25, self.responses) + 10, 400)
         left, context = lengths.copy(), np.full(self.responses, self.prompt_tokens)
         now, iteration = 0.0, 0
@@ -110,17 +109,17 @@ SMOKE = Path(__file__).parents[3] / "traces" / "h100-smoke"
 
 
 @cache
-def trace_of(run: Run) -> Trace:
+def trace_of(run):
     """The trace of a run that several tests look at."""
     return run.trace()
 
 
-def with_steps(run: Run = SMALL, **columns: Any) -> Trace:
+def with_steps(run=SMALL, **columns):
     trace = trace_of(run)
     return trace.replace(steps=trace.table("steps").assign(**columns))
 
 
-def in_graphs(kind: Callable[[int], str | None], hardware: str = "8 x H100") -> Trace:
+def in_graphs(kind, hardware="8 x H100"):
     """A run on GPUs whose iterations say what they ran in, by draft depth."""
     trace = trace_of(SOUND)
     iterations = trace.table("iterations")
@@ -128,7 +127,7 @@ def in_graphs(kind: Callable[[int], str | None], hardware: str = "8 x H100") -> 
     return trace.replace(manifest=manifest, iterations=iterations.assign(graph=iterations["draft_depth"].map(kind)))
 
 
-def trained(num: int, *, setup_s: float = 0.2, train_s: float = 3.0, updates: int = 10) -> Trace:
+def trained(num, *, setup_s=0.2, train_s=3.0, updates=10):
     """Training periods of worker 0, one per RL step."""
     times = {"t_start": 0.0, "duration": setup_s + train_s, "setup_s": setup_s, "train_s": train_s}
     counts = {"members": 1, "updates": updates, "tokens": 10, "sequences": 1, "checkpoints": 0}
@@ -137,25 +136,25 @@ def trained(num: int, *, setup_s: float = 0.2, train_s: float = 3.0, updates: in
     return trace_of(SMALL).replace(spot_training=pd.DataFrame(rows))
 
 
-def noted(notes: str) -> Trace:
+def noted(notes):
     trace = trace_of(SMALL)
     return trace.replace(manifest=trace.manifest.model_copy(update={"notes": notes}))
 
 
-def happened(*texts: str, **event: Any) -> RunEvidence:
+def happened(*texts, **event):
     return RunEvidence(events=tuple({"rl_step": 1, "event": text, **event} for text in texts))
 
 
-def logged(*lines: str) -> RunEvidence:
+def logged(*lines):
     return RunEvidence(logs={"run.log": "\n".join(("INFO all is well", *lines))})
 
 
-def drafting(schedule: str, version: int, run: Run = SMALL) -> RunEvidence:
+def drafting(schedule, version, run=SMALL):
     recipe = {"drafter": {"schedule": {"kind": schedule}}}
     return RunEvidence(trace=with_steps(run, drafter_version=version), recipe=recipe)
 
 
-def verdict(kind: Any) -> Verdict:
+def verdict(kind):
     return Verdict(kind=kind, why="this swap", predicted=(0.5,), measured=(0.1,), drafts=100)
 
 
@@ -164,7 +163,7 @@ DEEP = Strategy.chain("ngram", 8)
 OOM = "OutOfMemoryError: CUDA out of memory"
 CAPTURE = "Capturing CUDA graphs (decode, FULL): 40%"
 
-FIRES: list[tuple[str, Any, tuple[str, ...]]] = [
+FIRES = [
     ("drafts-lose-time", SLOW, ("8 rollouts", "[RL steps 1, 3, 5, 7, 9, 11, 13, 15]")),
     ("acceptance-low", Run(accept=lambda s: 0.03, plain_steps=False), ("of ngram", "[RL steps 0-15]")),
     ("acceptance-low", Run(accept=lambda s: 0.03, drafter="learned", plain_steps=False), ("of learned",)),
@@ -200,7 +199,7 @@ FIRES: list[tuple[str, Any, tuple[str, ...]]] = [
     ("run-stopped", happened(*["the run stopped: ValueError: x"] * 2), ('"the run stopped: ValueError: x" (and 1',)),
 ]
 
-QUIET: list[tuple[str, Any]] = [
+QUIET = [
     ("drafts-lose-time", SOUND),
     ("acceptance-low", Run(plain_steps=False)),
     ("drafts-collapse", Run(accept=lambda step: 0.5 + 0.02 * step)),
@@ -214,7 +213,7 @@ QUIET: list[tuple[str, Any]] = [
     ("deaths", happened(verdict("fine").sentence)),
 ]
 
-LACKING: list[tuple[str, Any, str]] = [
+LACKING = [
     ("drafts-lose-time", Run(plain_steps=False), "with and without"),
     ("drafts-lose-time", RunEvidence(complaint="never finished"), "never finished"),
     ("drafts-lose-time", with_steps(rollout_s=None), "with and without"),
@@ -238,7 +237,7 @@ CHECK_OF = {signature.code: "deaths" for signature in SIGNATURES} | {
 """Checks of findings that have another name."""
 
 
-def look(name: str, run: Any) -> list[Finding]:
+def look(name, run):
     """What the check `name` finds. NotChecked where it could not look."""
     [check] = [check for check in CHECKS if check.name == name]
     if not isinstance(run, RunEvidence):
@@ -247,7 +246,7 @@ def look(name: str, run: Any) -> list[Finding]:
 
 
 @pytest.mark.parametrize(("code", "run", "facts"), FIRES, ids=[case[0] for case in FIRES])
-def test_a_check_finds_the_fault_and_its_facts(code: str, run: Any, facts: tuple[str, ...]) -> None:
+def test_a_check_finds_the_fault_and_its_facts(code, run, facts):
     name = CHECK_OF.get(code, code)
     [finding] = look(name, run)
     assert (finding.code or name) == code
@@ -258,17 +257,17 @@ def test_a_check_finds_the_fault_and_its_facts(code: str, run: Any, facts: tuple
 
 
 @pytest.mark.parametrize(("name", "run"), QUIET, ids=[case[0] for case in QUIET])
-def test_a_check_finds_nothing_in_a_sound_run(name: str, run: Any) -> None:
+def test_a_check_finds_nothing_in_a_sound_run(name, run):
     assert look(name, run) == []
 
 
 @pytest.mark.parametrize(("name", "run", "lacks"), LACKING, ids=[case[0] for case in LACKING])
-def test_a_check_names_the_evidence_that_it_lacks(name: str, run: Any, lacks: str) -> None:
+def test_a_check_names_the_evidence_that_it_lacks(name, run, lacks):
     with refused(NotChecked, naming=(lacks,)):
         look(name, run)
 
 
-def test_every_run_check_has_a_case_that_fires() -> None:
+def test_every_run_check_has_a_case_that_fires():
     # See test_training_log.py and test_stages.py.
     from_logs = {
         "rollout-slower", "stage-grows", "several-turns"
@@ -279,18 +278,18 @@ def test_every_run_check_has_a_case_that_fires() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_sound_run_is_accused_of_nothing(seed: int) -> None:
+def test_a_sound_run_is_accused_of_nothing(seed):
     assert not diagnose(Run(seed=seed).trace()).findings
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_chance_alone_is_no_fault(seed: int) -> None:
+def test_chance_alone_is_no_fault(seed):
     """Times that vary by 30 %, and acceptance that varies without a trend."""
     level = 0.6 + 0.1 * np.random.default_rng(seed).random(16)
     assert not diagnose(Run(seed=seed, noise=0.3, accept=lambda step: float(level[step])).trace()).findings
 
 
-def test_a_failed_check_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_check_does_not_stop_the_others(monkeypatch):
     sound = diagnose(trace_of(SMALL))
     broken = [check._replace(test=lambda run: 1 / 0) if check.name == "slow-worker" else check for check in CHECKS]
     monkeypatch.setattr("tltlab.doctor.signatures.CHECKS", broken)
@@ -299,7 +298,7 @@ def test_a_failed_check_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch
     assert {"slow-worker", *(check.name for check in found.good)} >= {check.name for check in sound.good}
 
 
-def test_a_run_that_died_is_still_checked(tmp_path: Path) -> None:
+def test_a_run_that_died_is_still_checked(tmp_path):
     trace_of(SMALL).write(tmp_path / "trace")
     Contents(manifest=Manifest(kind="recorded"), parts={}, unfinished=True).write(tmp_path / "trace")
     event = {"rl_step": 1, "event": "the run stopped: RunError: an actor died: x"}
@@ -313,7 +312,7 @@ def test_a_run_that_died_is_still_checked(tmp_path: Path) -> None:
     assert str(tmp_path / "trace") in dict(told.not_checked)["acceptance-low"]
 
 
-def test_a_run_without_a_trace_is_a_run(tmp_path: Path) -> None:
+def test_a_run_without_a_trace_is_a_run(tmp_path):
     with refused(TraceError):
         diagnose(tmp_path)
     (tmp_path / "events.jsonl").write_text(json.dumps({"event": "the run stopped: MemoryError: out of memory"}) + "\n")
@@ -324,7 +323,7 @@ def test_a_run_without_a_trace_is_a_run(tmp_path: Path) -> None:
         diagnose(tmp_path)
 
 
-def test_every_check_passes_or_names_missing_evidence() -> None:
+def test_every_check_passes_or_names_missing_evidence():
     assert not {row.name for row in diagnose(Run(steps=2).trace()).good} & NEEDS_AN_INTERVAL
     told = diagnose(trace_of(SMALL).replace(iterations=None, steps=None))
     assert told.findings == ()
@@ -332,7 +331,7 @@ def test_every_check_passes_or_names_missing_evidence() -> None:
     assert {row.name for row in told.good} | {name for name, _ in told.not_checked} == {row.name for row in CHECKS}
 
 
-def test_undefined_figures_do_not_stop_other_checks() -> None:
+def test_undefined_figures_do_not_stop_other_checks():
     stages = ["rollout_s", "reward_s", "inference_s", "train_s", "sync_s"]
     steps = trace_of(SOUND).table("steps")
     steps.loc[0, stages] = 0.0

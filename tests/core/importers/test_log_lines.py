@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +10,7 @@ from tests.refused import refused
 from tests.traces_of_lengths import import_dump
 from tltlab.errors import ConfigError, TraceError
 from tltlab.importers.metrics_log import records_of
-from tltlab.importers.step_metrics import FRAMEWORKS, StepMetrics, frameworks_of, steps_of
+from tltlab.importers.step_metrics import FRAMEWORKS, frameworks_of, steps_of
 
 Values = dict[tuple[int, str], float]
 LINES = {
@@ -99,7 +97,7 @@ KEYS = ("step={n} response_length/mean={b} timing_s/gen={c} loss=0.25",)
 each_log = pytest.mark.parametrize("name", LINES)
 
 
-def lines_of(name: str, steps: int = 4) -> list[str]:
+def lines_of(name, steps=4):
     drawn, found = random.Random(name), []
     for step in range(1, steps + 1):
         values = {"a": drawn.random(), "b": drawn.uniform(300, 9000), "c": drawn.uniform(200, 700)}
@@ -108,17 +106,17 @@ def lines_of(name: str, steps: int = 4) -> list[str]:
     return found
 
 
-def write(folder: Path, lines: Iterable[str], end: str = "\n") -> Path:
+def write(folder, lines, end="\n"):
     path = folder / "x.log"
     path.write_text("\n".join(lines) + end, encoding="utf-8")
     return path
 
 
-def steps(folder: Path, lines: Iterable[str], end: str = "\n") -> list[StepMetrics]:
+def steps(folder, lines, end="\n"):
     return steps_of(records_of(write(folder, lines, end)))[0]
 
 
-def values_of(folder: Path, lines: Iterable[str], end: str = "\n") -> Values:
+def values_of(folder, lines, end="\n"):
     return {(step.rl_step, key): value for step in steps(folder, lines, end) for key, value in step.values.items()}
 
 
@@ -142,7 +140,7 @@ FIELDS = {
 
 
 @each_log
-def test_frameworks_call_a_field_by_their_names(tmp_path: Path, name: str) -> None:
+def test_frameworks_call_a_field_by_their_names(tmp_path, name):
     assert set(LINES) == {framework.name for framework in FRAMEWORKS}
     found = steps(tmp_path, lines_of(name))
     assert [step.rl_step for step in found] == [1, 2, 3, 4]
@@ -169,7 +167,7 @@ def test_a_wrong_entry_of_the_table_is_named(row, facts):
 
 
 @pytest.mark.parametrize("name", [*LINES, "key=value"])
-def test_a_wrapped_log_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_wrapped_log_is_refused(tmp_path, name):
     lines = lines_of(name)
     whole, longest = values_of(tmp_path, lines), max(map(len, lines))
     assert whole
@@ -188,7 +186,7 @@ def test_a_wrapped_log_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @each_log
-def test_in_a_cut_log_no_number_is_another(tmp_path: Path, name: str) -> None:
+def test_in_a_cut_log_no_number_is_another(tmp_path, name):
     lines, text = lines_of(name), "\n".join(lines_of(name))
     whole = values_of(tmp_path, lines)
     for width in range(40, max(map(len, lines)), 13):
@@ -198,12 +196,12 @@ def test_in_a_cut_log_no_number_is_another(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("between", ["\n - ", "\n(TaskRunner pid=87)  - ", " -\n"])
-def test_one_metric_a_line_is_refused(tmp_path: Path, between: str) -> None:
+def test_one_metric_a_line_is_refused(tmp_path, between):
     with refused(TraceError, naming=("line 1", "COLUMNS", "JSON Lines")):
         import_dump(write(tmp_path, [line.replace(" - ", between) for line in lines_of("verl")]))
 
 
-def test_lines_between_prefixes_and_colours_do_not_matter(tmp_path: Path) -> None:
+def test_lines_between_prefixes_and_colours_do_not_matter(tmp_path):
     whole = values_of(tmp_path, lines_of("verl"))
     lines = [
         part
@@ -219,32 +217,32 @@ def test_lines_between_prefixes_and_colours_do_not_matter(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["verl", "TRL", "slime or miles"])
-def test_an_engines_reports_are_of_no_step(tmp_path: Path, name: str) -> None:
+def test_an_engines_reports_are_of_no_step(tmp_path, name):
     whole = values_of(tmp_path, lines_of(name))
     mixed = [part for line in lines_of(name) for part in (*lines_of("vLLM's console"), line)]
     assert values_of(tmp_path, mixed) == whole
 
 
-def test_two_records_in_one_line_stay_two(tmp_path: Path) -> None:
+def test_two_records_in_one_line_stay_two(tmp_path):
     one, two, *_ = lines_of("verl")
     whole, found = values_of(tmp_path, lines_of("verl")), values_of(tmp_path, [one + two])
     assert found.items() <= whole.items()
     assert {rl_step for rl_step, _ in found} == {1, 2}
 
 
-def test_not_a_number_is_unknown(tmp_path: Path) -> None:
+def test_not_a_number_is_unknown(tmp_path):
     found = values_of(tmp_path, [line.replace("timing_s/gen:", "timing_s/gen:nan - was:") for line in lines_of("verl")])
     assert (1, "timing_s/gen") not in found
     assert (1, "timing_s/step") in found
 
 
-def test_experience_that_holds_generation_counts_it_once(tmp_path: Path) -> None:
+def test_experience_that_holds_generation_counts_it_once(tmp_path):
     assert steps(tmp_path, lines_of("OpenRLHF"))[0].stages["inference_s"] == pytest.approx(10.5)
     apart = [line.replace("'timing/step_total': 99.0", "'timing/step_total': 152.5") for line in lines_of("OpenRLHF")]
     assert steps(tmp_path, apart)[0].stages["inference_s"] == pytest.approx(65.5)
 
 
-def test_timing_gen_is_waiting_with_overlapped_rollouts(tmp_path: Path) -> None:
+def test_timing_gen_is_waiting_with_overlapped_rollouts(tmp_path):
     [step, *_] = steps(tmp_path, lines_of("verl"))
     assert step.get("rollout_s") == step.values["timing_s/gen"]
     more = " - fully_async/trainer/idle_ratio:0.3 - timing_s/param_sync:4.0"
@@ -253,7 +251,7 @@ def test_timing_gen_is_waiting_with_overlapped_rollouts(tmp_path: Path) -> None:
     assert step.stages["sync_s"] == 11.5
 
 
-def test_nested_timers_are_no_stages_of_their_own(tmp_path: Path) -> None:
+def test_nested_timers_are_no_stages_of_their_own(tmp_path):
     more = " - timing_s/generate_sequences:3.0 - timing_s/agent_loop/generate_sequences/max:9.0 - timing_s/testing:7.0"
     [step, *_] = steps(tmp_path, [line + more for line in lines_of("verl")])
     stages = ("rollout_s", "inference_s", "reward_s", "advantage_s", "train_s", "sync_s", "timing_s/testing")
@@ -269,7 +267,7 @@ def test_nested_timers_are_no_stages_of_their_own(tmp_path: Path) -> None:
     ],
     ids=["turns", "tools", "one turn"],
 )
-def test_turns_and_tools_are_noted(tmp_path: Path, more: str, facts: tuple[str, ...]) -> None:
+def test_turns_and_tools_are_noted(tmp_path, more, facts):
     notes = import_dump(write(tmp_path, [f"{line} - {more}" for line in lines_of("verl")])).manifest.notes or ""
     assert ("several turns" in notes) == bool(facts)
     assert all(fact in notes for fact in facts)
@@ -280,11 +278,11 @@ def test_turns_and_tools_are_noted(tmp_path: Path, more: str, facts: tuple[str, 
     ["iter 3 | gen_avg: 412.1 | seconds: 33.2 | loss: 0.2", '{"iter": 3, "gen_avg": 41.5, "s": 33.2, "loss": 0.2}'],
     ids=["text", "json"],
 )
-def test_an_unknown_framework_is_named_as_such(tmp_path: Path, line: str) -> None:
+def test_an_unknown_framework_is_named_as_such(tmp_path, line):
     with refused(TraceError, naming=("unknown framework", *(framework.name.split(",")[0] for framework in FRAMEWORKS))):
         import_dump(write(tmp_path, [line] * 3))
 
 
-def test_a_log_without_lengths_names_its_framework(tmp_path: Path) -> None:
+def test_a_log_without_lengths_names_its_framework(tmp_path):
     with refused(TraceError, naming=("vLLM's console", "TLTLAB_RECORD")):
         import_dump(write(tmp_path, lines_of("vLLM's console")))

@@ -1,7 +1,6 @@
 """Which systems of the literature engines here can execute, and with which settings: read off their values alone."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ from tltlab.planning.execution import engine_run, missing_part, network_drafter
 from tltlab.planning.systems import SYSTEMS
 
 COSTS = load_costs("cpu-small")
-RUN: dict[str, dict[str, Any]] = {
+RUN = {
     "verl": {},
     "open-r1": {"own_gpus": True},
     "tlt": {"drafts_by_network": True, "trains_drafter": True},
@@ -36,7 +35,7 @@ RUN: dict[str, dict[str, Any]] = {
     "areal": {"staleness": 4},
 }
 """By system the settings that are not off."""
-LACK: dict[str, tuple[str, ...]] = {
+LACK = {
     "dvi": ("first layers", "while its engine decodes"),
     "diffuspec": ("block in one pass",),
     "seer": ("one buffer",),
@@ -58,13 +57,13 @@ def test_every_row_runs_or_names_missing_parts():
 
 
 @pytest.mark.parametrize("name", LACK)
-def test_a_missing_part_is_named(name: str):
+def test_a_missing_part_is_named(name):
     with refused(ConfigError, naming=(name, *LACK[name])):
         engine_run(SYSTEMS[name], COSTS)
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_a_row_is_executed_by_its_values(name: str):
+def test_a_row_is_executed_by_its_values(name):
     run, system = engine_run(SYSTEMS[name], COSTS, head="eagle"), SYSTEMS[name]
     off = engine_run(SYSTEMS["verl"], COSTS)
     assert replace(run, policy=off.policy, notes=()) == replace(off, **RUN[name])
@@ -86,7 +85,7 @@ def test_a_row_is_executed_by_its_values(name: str):
         ({"name": "seer"}, {}),
     ],
 )
-def test_an_own_system_is_judged_by_parts(changes: dict[str, Any], runs: dict[str, Any] | None):
+def test_an_own_system_is_judged_by_parts(changes, runs):
     own = System(
         name="own", title="Own", source="this test", drafters=("head",), ladder=(LadderStep(min_batch=1, chains=(3,)),),
         specs=(("head", LearnedSpec(method="eagle", model="folder")),),

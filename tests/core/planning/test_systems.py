@@ -1,7 +1,6 @@
 """Systems from the literature: what each row of the table is, and how it is fitted to the acceptance that is known."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
 from tltlab.acceptance.per_drafter import PerDrafter
-from tltlab.costs.base import CostModel, IterationCost
+from tltlab.costs.base import CostModel
 from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts
@@ -35,7 +34,7 @@ TREES = load_acceptance("tlt-qwen2.5-32b")
 SIBLINGS = load_acceptance("seer-siblings")
 
 
-def measured(*drafters: str, depth: int = 8) -> MeasuredAcceptance:
+def measured(*drafters, depth=8):
     """Chains of these drafters, each token kept or not by the throw of a coin, up to `depth`."""
     kept = [0.5 ** min(i + 1, depth) for i in range(depth + 1)]
     known = FittedDepth(accepted=tuple(kept), drafted=float(depth))
@@ -203,7 +202,7 @@ def test_a_drafters_own_model_is_used():
 
 
 @pytest.mark.parametrize("name", ["tlt", "rhymerl"])
-def test_models_by_drafter_change_like_single_ones(name: str):
+def test_models_by_drafter_change_like_single_ones(name):
     """A tree's curve becomes one by age and training, and siblings know an earlier epoch."""
     bound = bind(SYSTEMS[name], COSTS, load_acceptance("learned=tlt-qwen2.5-32b,all=seer-siblings"))
     (model,) = bound.acceptance.models.values()
@@ -237,7 +236,7 @@ def test_what_stands_in_for_an_unknown_drafter(name, acceptance, first, drafters
 
 
 @pytest.fixture
-def as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_measured(monkeypatch):
     """Copies are not extrapolated to deeper drafts."""
     monkeypatch.setattr("tltlab.acceptance.measured.FARTHEST", 1)
 
@@ -312,10 +311,10 @@ def test_concurrent_drafters_differ_at_every_batch():
 class OwnLine(CostModel):
     """Costs of a user's own, which no file but their class's brings back."""
 
-    def iteration(self, strategy: Strategy, **options: Any) -> IterationCost:
+    def iteration(self, strategy, **options):
         return COSTS.iteration(strategy, **options)
 
-    def prefill_s(self, tokens: float) -> float:
+    def prefill_s(self, tokens):
         return COSTS.prefill_s(tokens)
 
 

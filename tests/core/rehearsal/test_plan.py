@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,25 +15,24 @@ from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.rehearsal.plan import TINY, plan_of, shares
 from tltlab.rehearsal.settings import RehearsalConfig
-from tltlab.runtime.rollout.played import STOCK, RehearsalPlan, requests_of
-from tltlab.traces.trace import Trace
+from tltlab.runtime.rollout.played import STOCK, requests_of
 
 TINY_TRACE = Path(__file__).parents[3] / "traces" / "tiny"
 
 
 @pytest.fixture(scope="module")
-def trace() -> Trace:
+def trace():
     return tltlab.read(TINY_TRACE)
 
 
-def planned(trace: Trace, **options: Any) -> RehearsalPlan:
+def planned(trace, **options):
     chosen = {"policies": "stock,none,ngram:4", "acceptance": "all=geometric:0.7", "responses": 6, "cap": 40}
     model = options.pop("model", "tiny-shape")
     return plan_of(trace, model, RehearsalConfig(**chosen | options))
 
 
 @given(responses=st.integers(1, 40), cap=st.integers(1, 5000), workers=st.integers(1, 3))
-def test_lengths_are_scaled_quantiles(trace: Trace, responses: int, cap: int, workers: int):
+def test_lengths_are_scaled_quantiles(trace, responses, cap, workers):
     by_worker, _, _ = shares(trace, RehearsalConfig(workers=workers, responses=responses, cap=cap))
     assert [len(share) for share in by_worker] == [responses] * workers
     lengths = sorted(length for share in by_worker for length in share)
@@ -45,7 +43,7 @@ def test_lengths_are_scaled_quantiles(trace: Trace, responses: int, cap: int, wo
     np.testing.assert_allclose(lengths, np.maximum(1, quantiles * cap / quantiles[-1]), atol=0.51)
 
 
-def test_lengths_are_the_traces_own_by_default(trace: Trace):
+def test_lengths_are_the_traces_own_by_default(trace):
     (share,), prompt_tokens, about = shares(trace, RehearsalConfig(rl_step=1))
     step = trace.select([1])
     assert max(share) == step.outcomes["response_tokens"].max()
@@ -53,18 +51,18 @@ def test_lengths_are_the_traces_own_by_default(trace: Trace):
     assert f"{len(share)} responses" in about
 
 
-def test_rates_are_chances_up_to_each_token(trace: Trace):
+def test_rates_are_chances_up_to_each_token(trace):
     plan = planned(trace, policies="stock,none,ngram:3", acceptance="ngram=geometric:0.5")
     assert plan.rates == {STOCK: (), "none": (), "ngram:3": pytest.approx((0.5, 0.25, 0.125))}
     assert (plan.learned, list(plan.granted)) == ([], ["ngram"])
 
 
-def test_rates_may_be_given_token_by_token(trace: Trace):
+def test_rates_may_be_given_token_by_token(trace):
     plan = planned(trace, policies="stock,none,ngram:2,ngram:3", acceptance="0.8/0.6/0.5/0.2")
     assert plan.rates["ngram:3"] == pytest.approx((0.8, 0.6, 0.5))
 
 
-def test_drafters_that_are_not_named_keep_their_acceptance(trace: Trace):
+def test_drafters_that_are_not_named_keep_their_acceptance(trace):
     policies = "ngram:1,suffix:1,learned:1"
     plan = planned(trace, policies=policies, acceptance="suffix=0.9")
     assert {name: rates[0] for name, rates in plan.rates.items() if rates} == pytest.approx(
@@ -73,13 +71,13 @@ def test_drafters_that_are_not_named_keep_their_acceptance(trace: Trace):
     assert plan.granted["suffix"] == "0.9"
 
 
-def test_a_drafter_with_a_network_is_a_head(trace: Trace):
+def test_a_drafter_with_a_network_is_a_head(trace):
     plan = planned(trace, policies="learned:2,ngram:4", acceptance="learned=geometric:0.8,ngram=geometric:0.4")
     assert (plan.learned, list(plan.granted)) == (["learned"], ["learned", "ngram"])
     assert plan.rates["learned:2"] == pytest.approx((0.8, 0.64))
 
 
-def test_every_policy_meets_the_same_requests(trace: Trace):
+def test_every_policy_meets_the_same_requests(trace):
     plan = planned(trace, rounds=3)
     assert [v.rl_step for v in plan.visits] == list(range(9))
     for number in range(3):
@@ -116,12 +114,12 @@ def test_every_policy_meets_the_same_requests(trace: Trace):
         ({"model": "nope"}, ("nope", "Qwen2.5-7B")),
     ],
 )
-def test_what_cannot_be_played_is_refused(trace: Trace, options: dict[str, Any], facts: tuple[object, ...]):
+def test_what_cannot_be_played_is_refused(trace, options, facts):
     with refused(ConfigError, naming=facts):
         planned(trace, **options)
 
 
-def test_a_model_may_be_a_config_file(trace: Trace, tmp_path: Path):
+def test_a_model_may_be_a_config_file(trace, tmp_path):
     config = planned(trace).config
     (tmp_path / "config.json").write_text(json.dumps(config))
     plan = planned(trace, model=str(tmp_path))

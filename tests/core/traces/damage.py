@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 
-def flipped(folder: Path, seed: int) -> Iterator[Path]:
+def flipped(folder, seed):
     """Flip a bit of a file in `folder` and yield the file, then put it back. TLTLAB_FLIPS: how many bits."""
     inside = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     files = {file: data for file in inside if (data := file.read_bytes())}

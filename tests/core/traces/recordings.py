@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Literal
 
 from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest
@@ -15,7 +12,7 @@ FORKING = multiprocessing.get_context("fork")
 Rows = list[dict[str, object]]
 
 
-def rows(step: int, attempt: int = 0) -> dict[str, Rows]:
+def rows(step, attempt=0):
     """An RL step's rows, of 4 responses of 1 to 4 tokens, each longer by `attempt`: so attempts are told apart."""
     key = [{"rl_step": step, "prompt_id": f"p{i}", "sample": 0} for i in range(4)]
     asked = {"epoch": 0, "prompt_tokens": 3, "max_response_tokens": 9, "policy_version": step}
@@ -31,27 +28,27 @@ def rows(step: int, attempt: int = 0) -> dict[str, Rows]:
     }
 
 
-def iterations(step: int) -> Rows:
+def iterations(step):
     row = {"rl_step": step, "worker": 0, "duration": 1.0, "batch": 4, "context_tokens": 12, "prefill_tokens": 0,
            "draft_depth": 0, "top_k": 0, "tokens_to_verify": 1, "num_drafted": 0, "num_accepted": 0,
            "num_generated": 4}  # fmt: skip
     return [row | {"iteration": i, "t_start": float(i)} for i in range(2)]
 
 
-def add(recorder: Recorder, step: int, attempt: int = 0) -> None:
+def add(recorder, step, attempt=0):
     for table, new in rows(step, attempt).items():
         recorder.append(table, new)
     if attempt == 1:
         recorder.append("spans", [{"rl_step": step, "lane": "x", "kind": "idle", "t_start": 0.0, "duration": 1.0}])
 
 
-def record(recorder: Recorder, steps: Iterable[int], attempt: int = 0) -> None:
+def record(recorder, steps, attempt=0):
     for step in steps:
         add(recorder, step, attempt)
         recorder.flush()
 
 
-def left(path: Path, steps: int, *, how: Literal["killed", "closed", "repaired"], attempt: int = 0) -> None:
+def left(path, steps, *, how, attempt=0):
     """A trace that another process left at `path`: killed, closed, or killed and repaired."""
     recorder = Recorder(path, MANIFEST)
     record(recorder, range(steps), attempt)
@@ -63,7 +60,7 @@ def left(path: Path, steps: int, *, how: Literal["killed", "closed", "repaired"]
         repair(path)
 
 
-def go_on(path: Path, begins_at: int, steps: Iterable[int]) -> None:
+def go_on(path, begins_at, steps):
     """What a run that resumes at an RL step records, to its end."""
     with Recorder.reopen(path, MANIFEST, begins_at) as recorder:
         record(recorder, steps)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -21,7 +19,7 @@ MANIFEST = Manifest(kind="synthetic", num_workers=2)
 Frames = tuple[pd.DataFrame, pd.DataFrame]
 
 
-def rl_step(number: int, responses: int = 4) -> Frames:
+def rl_step(number, responses=4):
     """Workload and outcomes of one RL step in groups of two, with times."""
     rng = np.random.default_rng(number)
     i = np.arange(responses)
@@ -32,26 +30,26 @@ def rl_step(number: int, responses: int = 4) -> Frames:
     return workload, outcomes.assign(worker=i % 2, t_submit=0.0, t_first_token=0.1, t_finish=tokens * 0.5)
 
 
-def write_steps(path: Path, steps: Iterable[Frames]) -> Path:
+def write_steps(path, steps):
     with StreamWriter(path, MANIFEST) as writer:
         for step in steps:
             writer.append(*step)
     return path
 
 
-def responses(least: int) -> st.SearchStrategy[list[tuple[int, str, int, int]]]:
+def responses(least):
     """RL step, prompt, sample and length of responses, at least so many."""
     prompts = st.sampled_from(["a", "b", "é"])
     row = st.tuples(st.integers(0, 4), prompts, st.integers(0, 3), st.integers(1, 64))
     return st.lists(row, min_size=least, max_size=30, unique_by=lambda row: row[:3])
 
 
-def peak_bytes(work: Callable[[], Iterator[object]]) -> int:
+def peak_bytes(work):
     """Most memory in use at once: Python's and numpy's at any time, Arrow's whenever rows are checked or handed out."""
     arrow, before = [0], pa.total_allocated_bytes()
     plain = trace_module.check
 
-    def check(parts: object, *more: object) -> None:
+    def check(parts, *more):
         arrow.append(pa.total_allocated_bytes() - before)
         plain(parts, *more)
 

@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tltlab.errors import TltlabError
 from tltlab.traces.recorder import Recorder, repair
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import read
 
 from ...crash_states import Disk, crashes, put
 from .recordings import MANIFEST, record, rows
@@ -25,36 +23,36 @@ Attempts = dict[int, int]
 class Run:
     """Records as a run does, and tells after each call what is to be there from then on."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk):
         self.disk, self.path = disk, disk.root / "run" / "trace"
-        self.there: Attempts = {}
+        self.there = {}
         self.told = [(disk.look(), self.there)]
 
-    def tell(self, there: Attempts) -> None:
+    def tell(self, there):
         self.there = there
         self.told.append((self.disk.look(), there))
 
-    def open(self, rl_steps: int = 0) -> None:
+    def open(self, rl_steps=0):
         self.recorder = Recorder.reopen(self.path, MANIFEST, rl_steps)
         self._keep(rl_steps)
 
-    def flush(self, step: int, attempt: int = 0) -> None:
+    def flush(self, step, attempt=0):
         record(self.recorder, [step], attempt)
         self.tell(self.there | {step: attempt})
 
-    def rewind(self, rl_steps: int) -> None:
+    def rewind(self, rl_steps):
         self.recorder.rewind(rl_steps)
         self._keep(rl_steps)
 
-    def close(self) -> None:
+    def close(self):
         self.recorder.close()
         self.tell(self.there)
 
-    def _keep(self, rl_steps: int) -> None:
+    def _keep(self, rl_steps):
         self.tell({step: attempt for step, attempt in self.there.items() if step < rl_steps})
 
 
-def recording(run: Run) -> None:
+def recording(run):
     run.open()
     run.flush(0)
     run.flush(1)
@@ -63,7 +61,7 @@ def recording(run: Run) -> None:
     run.close()
 
 
-def resumed(run: Run) -> None:
+def resumed(run):
     run.open()
     run.flush(0)
     run.flush(1)
@@ -74,9 +72,9 @@ def resumed(run: Run) -> None:
     run.close()
 
 
-def attempts_in(trace: Trace) -> Attempts:
+def attempts_in(trace):
     """Which attempt each RL step holds, every row of every table compared with what was recorded."""
-    found: Attempts = {}
+    found = {}
     for step in trace.rl_steps:
         part = trace.select([step])
         found[step] = part.outcomes["response_tokens"].iloc[0] - 1
@@ -89,7 +87,7 @@ def attempts_in(trace: Trace) -> Attempts:
     return found
 
 
-def seen(look: Callable[[Path], Trace], path: Path) -> Attempts:
+def seen(look, path):
     try:
         return attempts_in(look(path))
     except TltlabError:
@@ -97,7 +95,7 @@ def seen(look: Callable[[Path], Trace], path: Path) -> Attempts:
 
 
 @pytest.mark.parametrize("what", [recording, resumed])
-def test_the_power_may_go_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: Callable[[Run], None]):
+def test_the_power_may_go_at_any_moment(tmp_path, monkeypatch, what):
     root = tmp_path / "disk"
     root.mkdir()
     with Disk(root) as disk:
@@ -117,7 +115,7 @@ def test_the_power_may_go_at_any_moment(tmp_path: Path, monkeypatch: pytest.Monk
     assert looked_at >= 10
 
 
-def goes_on(path: Path, before: Attempts, after: Attempts) -> None:
+def goes_on(path, before, after):
     """A run that continues has every RL step that was flushed, and records on."""
     steps = min(len(before), len(after))
     kept = [{step: attempt for step, attempt in one.items() if step < steps} for one in (before, after)]

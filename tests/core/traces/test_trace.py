@@ -27,7 +27,7 @@ from tltlab.traces.storage import has_checksums
 from tltlab.traces.trace import Trace, read
 
 
-def full_tables() -> dict[str, pd.DataFrame]:
+def full_tables():
     """Every table of the format: 2 RL steps x 2 prompts x 2 samples, response i has i + 1 tokens."""
     i = np.arange(8)
     response = {"rl_step": i // 4, "prompt_id": [f"p{k}" for k in i // 2], "sample": i % 2, "turn": 0}
@@ -51,7 +51,7 @@ def full_tables() -> dict[str, pd.DataFrame]:
                           "accept": [[0.75, 0.5], [], None], "detail": [None, None, "the loss is NaN"]},
     }  # fmt: skip
 
-    def other(field: pa.Field) -> object:
+    def other(field):
         return "ngram" if pa.types.is_string(field.type) else 0.5 if pa.types.is_floating(field.type) else 1
 
     return {

@@ -53,35 +53,6 @@ def wandb_like(called):
     return module("wandb", init=init, Settings=lambda console, quiet: None)
 
 
-def mlflow_like(called):
-    """The same for MLflow."""
-    logged = []
-
-    def log_metrics(metrics, step, run_id):
-        if metrics.get("fail"):
-            raise ConnectionError("no answer")
-        called("log_metrics", metrics, step)
-        logged.append(step)
-
-    def create_run(experiment_id, run_name):
-        called("create_run", experiment_id, run_name)
-        return SimpleNamespace(info=SimpleNamespace(run_id="m-1"))
-
-    client = SimpleNamespace(
-        create_run=create_run,
-        update_run=lambda run_id, status: called("update_run", run_id, status),
-        get_metric_history=lambda run_id, key: [SimpleNamespace(step=step) for step in logged],
-        set_terminated=lambda run_id, status: called("set_terminated", run_id, status),
-    )
-    return module(
-        "mlflow",
-        MlflowClient=lambda: client,
-        set_experiment=lambda project: SimpleNamespace(experiment_id=project),
-        log_params=lambda params, run_id: called("log_params", params),
-        log_metrics=log_metrics,
-    )
-
-
 MEASURES = {
     "rollout/bubble_fraction": 0.25, "rollout/mean_accept_length": 2.31, "mismatch/kl": 2.2e-13,
     "length/p50": 20.0, "length/p90": 117.5, "length/p99": 128.0, "length/truncated_fraction": 0.125,
@@ -104,11 +75,9 @@ def scalars(out, name):
 
 @pytest.fixture
 def services(monkeypatch):
-    """Stand-ins for W&B and MLflow; what they are asked to do, in order."""
+    """A stand-in for W&B; what it is asked to do, in order."""
     calls = []
-    for stand_in in (wandb_like, mlflow_like):
-        made = stand_in(lambda *call: calls.append(deepcopy(list(call))))
-        monkeypatch.setitem(sys.modules, made.__name__, made)
+    monkeypatch.setitem(sys.modules, "wandb", wandb_like(lambda *call: calls.append(deepcopy(list(call)))))
     return calls
 
 
@@ -209,37 +178,22 @@ def figures(reward):
     return {"time/step_s": 2.0, "reward/mean": reward}
 
 
-SENT = {
-    "wandb": [
-        ["init", "tails", "run", None, {"recipe": {"lr": 0.1, "drafters": {}}, "argv": ["x"]}],
-        ["log", {"reward/heldout": 0.4, "rl_step": 0}, 0],
-        ["log", figures(0.5) | {"rl_step": 0}, 1],
-        ["log", {"reward/heldout": 0.6, "rl_step": 0}, 2],
-        ["log", figures(0.6) | {"rl_step": 1}, 3],
-        ["finish", 0],
-        ["init", "tails", "run", "w-1", {}],
-        ["log", figures(0.8) | {"rl_step": 2}, 6],
-        ["finish", 1],
-    ],
-    "mlflow": [
-        ["create_run", "tails", "run"],
-        ["log_params", {"recipe.lr": 0.1, "recipe.drafters": {}, "argv": ["x"]}],
-        ["log_metrics", {"reward/heldout": 0.4}, 0],
-        ["log_metrics", figures(0.5), 0],
-        ["log_metrics", {"reward/heldout": 0.6}, 0],
-        ["log_metrics", figures(0.6), 1],
-        ["set_terminated", "m-1", "FINISHED"],
-        ["update_run", "m-1", "RUNNING"],
-        ["log_metrics", figures(0.8), 2],
-        ["set_terminated", "m-1", "FAILED"],
-    ],
-}
+SENT = [
+    ["init", "tails", "run", None, {"recipe": {"lr": 0.1, "drafters": {}}, "argv": ["x"]}],
+    ["log", {"reward/heldout": 0.4, "rl_step": 0}, 0],
+    ["log", figures(0.5) | {"rl_step": 0}, 1],
+    ["log", {"reward/heldout": 0.6, "rl_step": 0}, 2],
+    ["log", figures(0.6) | {"rl_step": 1}, 3],
+    ["finish", 0],
+    ["init", "tails", "run", "w-1", {}],
+    ["log", figures(0.8) | {"rl_step": 2}, 6],
+    ["finish", 1],
+]
 
 
-@pytest.mark.parametrize("service", SENT)
-def test_a_service_gets_every_step_once(tmp_path, services, service):
+def test_a_service_gets_every_step_once(tmp_path, services):
     """The second process continues, in the same run, from RL step 1, which the first did twice, and is interrupted."""
-    config = LogConfig(tensorboard=False, **{service: "tails"})
+    config = LogConfig(tensorboard=False, wandb="tails")
     settings = {"recipe": {"lr": 0.1, "drafters": {}}, "argv": ["x"]}
     with RunLog(config, tmp_path / "run", 3, settings=settings) as log:
         log.measured(0, {"reward/heldout": 0.4})
@@ -251,14 +205,13 @@ def test_a_service_gets_every_step_once(tmp_path, services, service):
         log.step(report(1), figures(0.7))
         log.step(report(2), figures(0.8))
         raise KeyboardInterrupt
-    assert services == SENT[service]
+    assert services == SENT
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_logger_that_is_not_installed_is_named(tmp_path, name, monkeypatch):
-    monkeypatch.setitem(sys.modules, name, None)
-    with refused(ConfigError, naming=("install", name)):
-        RunLog(LogConfig(**{name: "tails"}), tmp_path, 1)
+def test_a_logger_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with refused(ConfigError, naming=("install", "wandb")):
+        RunLog(LogConfig(wandb="tails"), tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -270,18 +223,15 @@ def test_a_logger_that_does_not_start_is_refused(tmp_path, services):
         RunLog(LogConfig(), tmp_path / "run" / "file", 1)
 
 
-@pytest.mark.parametrize(
-    ("service", "name", "calls"), [("wandb", "W&B", ["init"]), ("mlflow", "MLflow", ["create_run", "log_params"])]
-)
-def test_a_service_that_fails_is_left_out(tmp_path, services, capfd, service, name, calls):
-    with RunLog(LogConfig(**{service: "tails"}), tmp_path / "run", 3) as log:
+def test_a_service_that_fails_is_left_out(tmp_path, services, capfd):
+    with RunLog(LogConfig(wandb="tails"), tmp_path / "run", 3) as log:
         for rl_step in (0, 1):
             log.step(report(rl_step), {"fail": 1.0})
     err = capfd.readouterr().err
-    assert (err.count(f"{name} failed"), err.count("ConnectionError")) == (1, 1)
+    assert (err.count("W&B failed"), err.count("ConnectionError")) == (1, 1)
     assert "hunter2" not in err
     assert scalars(tmp_path / "run", "fail") == {0: 1.0, 1: 1.0}
-    assert [call[0] for call in services] == calls
+    assert [call[0] for call in services] == ["init"]
 
 
 def test_a_full_disk_costs_the_event_file_only(tmp_path, capfd, monkeypatch):

@@ -156,7 +156,7 @@ def known(levels):
     return CURVES.model_copy(update={"known": tuple(levels.items())})
 
 
-def test_what_ended_elsewhere_helps_only_after_it_did() -> None:
+def test_what_ended_elsewhere_helps_only_after_it_did():
     requests = requests_of([40, 400], group=2)
     rates = Rates(model=SIBLINGS, costs=COSTS)
     first, second = rates(requests), rates(requests)

@@ -101,15 +101,15 @@ ALIKE = st.one_of(
         CHANCES,
     ),
 )
-BY_REQUEST = st.one_of(
-    st.builds(
-        lambda logit, spread: CurveAcceptance(names=("ngram", "learned"), keep_logits=(logit,), spread=spread),
-        st.floats(-2.0, 2.0),
-        st.floats(0.0, 1.0),
-    ),
-    st.builds(SiblingAcceptance, alone=st.floats(0.0, 0.5), most=st.floats(0.5, 1.0), exponent=st.floats(0.2, 2.0)),
+SIBLINGS = st.builds(
+    SiblingAcceptance, alone=st.floats(0.0, 0.5), most=st.floats(0.5, 1.0), exponent=st.floats(0.2, 2.0)
 )
-ACCEPTANCES = st.one_of(ALIKE, BY_REQUEST, st.builds(FreshAcceptance, base=st.one_of(ALIKE, BY_REQUEST)))
+OWN = st.builds(
+    lambda logit, spread: CurveAcceptance(names=("ngram", "learned"), keep_logits=(logit,), spread=spread),
+    st.floats(-2.0, 2.0),
+    st.floats(0.0, 1.0),
+)
+ACCEPTANCES = st.one_of(ALIKE, SIBLINGS, OWN, st.builds(FreshAcceptance, base=st.one_of(ALIKE, SIBLINGS)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -20,7 +17,6 @@ from tltlab.policies.specs import FixedSpec
 from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.tuning.cases import TuningCase, TuningCases
-from tltlab.sim.tuning.tune import TuneResult
 
 RNG = np.random.default_rng(0)
 LENGTHS = np.minimum(RNG.lognormal(4, 1, (4, 24)).astype(int) + 1, 500)
@@ -34,7 +30,7 @@ QUICK = {"trials": 0, "repeats": 1}
 SAME = {"rel": 1e-12, "abs": 0.0}
 
 
-def acceptances() -> st.SearchStrategy[str]:
+def acceptances():
     """Return acceptance by drafter: given for some drafters or all of them, or the default."""
     chances = st.sampled_from(["0.3", "0.7", "0.9", "constant:2.5", "0.8/0.5/0.3"])
     some = st.dictionaries(st.sampled_from(sorted(DEFAULTS)), chances, min_size=1)
@@ -42,7 +38,7 @@ def acceptances() -> st.SearchStrategy[str]:
     return st.one_of(st.just("default"), named, st.sampled_from(["all=0.6", "learned=0.8@1k,ngram=0.4"]))
 
 
-def policy_of(name: str, found: TuneResult) -> Any:
+def policy_of(name, found):
     """Return the candidate of that name, from what `tune` states about it."""
     tables = {str(table["table"]): {"kind": "table", "rows": table["rows"]} for table in found.buckets}
     tables |= {f"tuned {found.tuned}": found.trials[0].policy} if found.trials else {}
@@ -57,11 +53,11 @@ def policy_of(name: str, found: TuneResult) -> Any:
     return tables.get(name, drafts.removeprefix("shipped "))
 
 
-def rows_of(found: pd.DataFrame) -> Mapping[str, Any]:
+def rows_of(found):
     return {row["policy"]: row for row in found.to_dict("records")}
 
 
-def check_tuned(found: TuneResult, asked: Mapping[str, Any], repeats: int = 1) -> None:
+def check_tuned(found, asked, repeats=1):
     """Compare the candidates under the seeds that they are judged under: times, ratios and regret are the same."""
     policies = {row.name: policy_of(row.name, found) for row in found.candidates}
     rows = rows_of(
@@ -84,7 +80,7 @@ def check_tuned(found: TuneResult, asked: Mapping[str, Any], repeats: int = 1) -
     placement=st.sampled_from([None, "contiguous", "round_robin", "longest_first", EXPECTED]),
 )
 @example(machine=GPUS, acceptance=None, placement=None)
-def test_every_question_has_one_answer(machine: dict[str, Any], acceptance: str | None, placement: str | None):
+def test_every_question_has_one_answer(machine, acceptance, placement):
     asked = machine | {"acceptance": acceptance, "placement": placement}
     tuned = tune(FRAME, **asked, **QUICK)
     answered = what_if(FRAME, **asked, rl_steps=tuned.tuned_on[0], systems="verl")
@@ -114,7 +110,7 @@ def test_every_question_has_one_answer(machine: dict[str, Any], acceptance: str 
     check_tuned(tuned, asked)
 
 
-def alone(strategy: Strategy) -> str:
+def alone(strategy):
     return f"fixed {strategy}" if strategy.speculates else "none"
 
 
@@ -175,6 +171,6 @@ def test_acceptance_of_one_drafter_keeps_the_others_defaults():
     ],
     ids=["unknown drafter", "too deep", "kinds in one policy", "kinds in two"],
 )  # fmt: skip
-def test_refusals_name_policy_and_drafter(policies: dict[str, Any], acceptance: str, naming: tuple):
+def test_refusals_name_policy_and_drafter(policies, acceptance, naming):
     with refused(ConfigError, naming=naming):
         compare(FRAME, policies, costs=COSTS, workers=2, acceptance=acceptance)

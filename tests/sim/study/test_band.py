@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,7 +10,6 @@ import tltlab
 from tests.core.conftest import shared_data  # noqa: F401
 from tltlab.acceptance.base import GeometricAcceptance, Scaled
 from tltlab.acceptance.load import DEFAULTS, load_acceptance
-from tltlab.costs.base import CostModel
 from tltlab.costs.evidence import Evidence
 from tltlab.costs.linear import LinearCosts
 from tltlab.costs.profiles import profiles
@@ -21,7 +18,6 @@ from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.band import (
     LEARNED,
     UNMEASURED,
-    Band,
     InputErrors,
     Times,
     bands,
@@ -42,7 +38,7 @@ MEASURED = LINEAR.model_copy(update={"evidence": Evidence(engine="mine", left_ou
 FAST = {"systems": "verl", "workers": 2}
 
 
-def width(band: Band) -> float:
+def width(band):
     return float(np.log(band.high / band.low))
 
 
@@ -56,7 +52,7 @@ def test_never_measured_is_wider_than_measured():
 def test_unmeasured_profiles_are_less_sure():
     """Whatever the engine, GPU and model: the worst that was measured bounds those below that were not."""
     trace, strategies = tltlab.read(LENGTHS[:1]), [Strategy.chain("learned", 3)]
-    found: dict[bool, list[float]] = {True: [], False: []}
+    found = {True: [], False: []}
     for engine in profiles().engines:
         for gpu in ("A100", "H100", "H200", "B200"):
             for model in ("Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-30B-A3B"):
@@ -111,7 +107,7 @@ def test_overhead_errors_move_deep_drafts_most():
     strategies = [Strategy.chain("learned", depth) for depth in (2, 8)]
     cheap, dear = with_overhead(scenario, strategies, 0.25)
 
-    def seconds(costs: CostModel, strategy: Strategy) -> float:
+    def seconds(costs, strategy):
         return costs.iteration(strategy).seconds(4, 0.0)
 
     for strategy in (NO_SPECULATION, *strategies):
@@ -134,7 +130,7 @@ def test_a_table_without_drafts_has_a_range():
 
 
 @pytest.mark.parametrize("drafter", ["learned", "ngram"])
-def test_a_ratio_of_chances_brings_the_tokens(drafter: str):
+def test_a_ratio_of_chances_brings_the_tokens(drafter):
     model = load_acceptance("default")
     for factor in (0.64, 0.9, 1.0, 1.2):
         ratio = chance_ratio(model, drafter, factor)
@@ -194,7 +190,7 @@ def test_recorded_tokens_are_surer_the_more_there_are():
     assert of_steps == pytest.approx((1 - margin, 1 + margin), rel=1e-3)
 
 
-def test_measured_heads_are_within_range_of_assumption(shared_data: Path):  # noqa: F811
+def test_measured_heads_are_within_range_of_assumption(shared_data):  # noqa: F811
     """Nine in ten pairs of a head and a workload, against the default at the same depth."""
     table = pd.read_csv(shared_data / "eagle3_sglang_h200.csv").query("topk == 1")
     usual = GeometricAcceptance(alpha=float(DEFAULTS["learned"].partition(":")[2]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from tltlab.errors import TraceError
 from tltlab.lengths.generate import log_normal
 from tltlab.sim.study.jobs import counted
 from tltlab.sim.study.study import Cell
-from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
 
@@ -41,21 +39,21 @@ ON = {"costs": COSTS, "acceptance": "geometric:0.7", "decision_block": 8}
 class Halving(Selector):
     strategies = (NO_SPECULATION, Strategy.chain("ngram", 4))
 
-    def __init__(self, border: int = 8) -> None:
+    def __init__(self, border=8):
         self.border = border
 
-    def choose(self, state: StepState) -> Strategy:
+    def choose(self, state):
         return self.strategies[state.batch <= self.border]
 
 
 class Drawing(Halving):
-    def __init__(self, rng: np.random.Generator) -> None:
+    def __init__(self, rng):
         super().__init__()
         self.rng = rng
 
 
 class Misspelt(Halving):
-    def choose(self, state: StepState) -> Strategy:
+    def choose(self, state):
         return self.strategies[state.batsh <= 8]
 
 
@@ -64,13 +62,13 @@ class Late(Halving):
 
     calls = 0
 
-    def choose(self, state: StepState) -> Strategy:
+    def choose(self, state):
         self.calls += 1
         return self.strategies[0 if self.calls < 1000 else np.zeros(3).reshape(2, 2)]
 
 
 class LateName(Late):
-    def choose(self, state: StepState) -> Strategy:
+    def choose(self, state):
         self.calls += 1
         batch = state.batch
         return self.strategies[0] if self.calls < 1000 else self.strategies[batch + bacth]  # noqa: F821
@@ -141,12 +139,12 @@ def test_heat_maps_have_panels_or_rows_of_policies():
     assert [label.get_text() for label in axes.get_yticklabels()] == ["none", "ngram:4"]
 
 
-def test_an_interrupted_comparison_continues_with_more_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_comparison_continues_with_more_values(tmp_path, monkeypatch):
     journal, simulated = tmp_path / "deep" / "s.cells", []
     rows = Cell.rows
     monkeypatch.setattr(Cell, "rows", lambda cell: (simulated.append(cell.label), rows(cell))[1])
 
-    def twice() -> None:
+    def twice():
         if len(simulated) == 3:
             raise KeyboardInterrupt
 
@@ -174,7 +172,7 @@ def test_workers_get_copies_of_a_selector():
     assert learner.state_dict() == before
 
 
-def test_policies_are_given_in_many_ways(tmp_path: Path):
+def test_policies_are_given_in_many_ways(tmp_path):
     load_policy("table").write(tmp_path / "mine.json")
     spec = {"kind": "fixed", "strategy": {"drafter": "ngram", "draft_depth": 4, "top_k": 1, "tokens_to_verify": 5}}
     drawing, file, chain = Drawing(np.random.default_rng(0)), tmp_path / "mine.json", Strategy.chain("ngram", 4)
@@ -258,7 +256,7 @@ def test_the_package_states_its_version_and_its_names():
         (lambda: compare(LENGTHS, [LateName], **SETTINGS), ("LateName", "NameError", "batch", "test_compare")),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(call: Callable[[], object], naming: tuple):
+def test_what_cannot_be_simulated_is_refused(call, naming):
     with refused(ConfigError, naming=naming):
         call()
 
@@ -291,7 +289,7 @@ def test_the_contract_takes_whatever_builds_a_selector(source):
         ({"cap": [100]}, ("cap",)),
     ],
 )
-def test_grids_that_cannot_be_are_refused_at_once(asked: dict, naming: tuple, monkeypatch: pytest.MonkeyPatch):
+def test_grids_that_cannot_be_are_refused_at_once(asked, naming, monkeypatch):
     monkeypatch.setattr(Cell, "rows", lambda cell: pytest.fail("a cell was simulated"))
     settings = {} if {"gpus"} & asked.keys() else {"costs": "cpu-small", "workers": 2, "acceptance": "0.7"}
     policies = {} if "systems" in asked else {"policies": "ngram:4"}
@@ -300,7 +298,7 @@ def test_grids_that_cannot_be_are_refused_at_once(asked: dict, naming: tuple, mo
     assert "\n" not in str(info.value)
 
 
-def test_the_command_writes_table_json_csv_and_picture(tmp_path: Path, capsys):
+def test_the_command_writes_table_json_csv_and_picture(tmp_path, capsys):
     FRAME.to_csv(tmp_path / "lengths.csv", index=False)
     on = ("compare", tmp_path / "lengths.csv", "--workers", "1,2", "--costs", "cpu-small")
     asked = (*on, "--acceptance", "0.8", "--policies", "ngram:4")
@@ -321,7 +319,7 @@ def test_the_command_writes_table_json_csv_and_picture(tmp_path: Path, capsys):
     assert granted == [(workers, {"ngram": kept}) for workers in (1, 2) for kept in ("0.4", "0.5")]
 
 
-def test_the_command_refuses_in_one_line(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+def test_the_command_refuses_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Cell, "rows", lambda cell: pytest.fail("a cell was simulated"))
     for options, fact in (
         (("--workers", "two"), "two"),
@@ -334,7 +332,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys, monkeypatch: py
         assert (code, shown, len(said.splitlines()), fact in said) == (2, "", 1, True), said
 
 
-def test_the_command_shows_where_a_policy_failed(tmp_path: Path, capsys, monkeypatch):
+def test_the_command_shows_where_a_policy_failed(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lengths.csv").write_text("\n".join(map(str, LENGTHS)))
     (tmp_path / "misspelt.py").write_text(

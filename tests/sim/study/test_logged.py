@@ -1,8 +1,6 @@
 """Training logs: `what-if`, `doctor`, `verify` and `compare` state one share, one acceptance, one speed-up."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -26,10 +24,10 @@ FAST = {"systems": "verl,vllm-dynamic"}
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Callable[..., Path]:
+def log(tmp_path):
     """Make a log of verl: 10 % of its RL step is the rollout, 20 % training, the rest has no timer."""
 
-    def make(**metrics: Callable[[int], float]) -> Path:
+    def make(**metrics):
         lines = []
         for step in range(1, 9):
             scale = 1 + 0.05 * (step % 3)
@@ -48,7 +46,7 @@ def log(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def test_doctor_and_what_if_state_share_of_log(log: Callable[..., Path]):
+def test_doctor_and_what_if_state_share_of_log(log):
     path = log()
     found = what_if(path, **FAST)
     assert (found.logged.share_of, found.running) == ("log", None)
@@ -67,7 +65,7 @@ def test_lengths_alone_have_the_share_of_assumed_stages():
     assert what_if([[100, 300], [50, 600]], **FAST).logged.share_of == "preset"
 
 
-def test_a_drafting_log_is_its_own_baseline(log: Callable[..., Path]):
+def test_a_drafting_log_is_its_own_baseline(log):
     path = log(mean_acceptance_length=lambda step: 2.5, draft_acceptance_rate=lambda step: 0.5)
     drafting = LoggedDrafting.of(read(path))
     assert drafting is not None
@@ -86,7 +84,7 @@ def test_a_drafting_log_is_its_own_baseline(log: Callable[..., Path]):
     assert running.band.low <= running.band.estimate <= running.band.high
 
 
-def test_collapsed_drafts_are_a_possible_gain(log: Callable[..., Path]):
+def test_collapsed_drafts_are_a_possible_gain(log):
     fallen = log(
         mean_acceptance_length=lambda step: 2.5 if step < 5 else 1.0,
         draft_acceptance_rate=lambda step: 0.5 if step < 5 else 0.0,
@@ -98,11 +96,11 @@ def test_collapsed_drafts_are_a_possible_gain(log: Callable[..., Path]):
     assert "4 of 8" in found.verdict
 
 
-def test_a_draft_of_one_token_may_be_none(log: Callable[..., Path]):
+def test_a_draft_of_one_token_may_be_none(log):
     assert what_if(log(mean_acceptance_length=lambda step: 1.0), **FAST).running is None
 
 
-def test_rollouts_drafted_as_logged_take_the_logs_seconds(log: Callable[..., Path]):
+def test_rollouts_drafted_as_logged_take_the_logs_seconds(log):
     path = log(mean_acceptance_length=lambda step: 2.5, draft_acceptance_rate=lambda step: 0.5)
     run = LoggedRun.of(Scenarios(read(path), SimulationConfig(gpus="8xH100")))
     steps = run.scenarios.run
@@ -112,7 +110,7 @@ def test_rollouts_drafted_as_logged_take_the_logs_seconds(log: Callable[..., Pat
     assert run.stages.train.base_s == pytest.approx(540.0 * MEAN_SCALE)
 
 
-def test_compare_has_the_logs_acceptance_and_stages(log: Callable[..., Path], capsys: pytest.CaptureFixture[str]):
+def test_compare_has_the_logs_acceptance_and_stages(log, capsys):
     path = log(mean_acceptance_length=lambda step: 2.5, draft_acceptance_rate=lambda step: 0.5)
     asked = ("--gpus", "8xH100", "--systems", "verl,vllm-dynamic")
     found, systems = (json.loads(typed(capsys, name, path, *asked, "--json")[1]) for name in ("what-if", "compare"))
@@ -123,9 +121,7 @@ def test_compare_has_the_logs_acceptance_and_stages(log: Callable[..., Path], ca
     assert "2.50" in systems["acceptance"]
 
 
-def test_verify_predicts_whole_steps_and_states_same_share(
-    log: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-):
+def test_verify_predicts_whole_steps_and_states_same_share(log, capsys):
     path = log()
     found = json.loads(typed(capsys, "verify", path, "--json")[1])
     assert found["rollout_share"] == pytest.approx(what_if(path, **FAST).rollout_share)
@@ -143,9 +139,7 @@ def test_verify_predicts_whole_steps_and_states_same_share(
     assert "10%" in typed(capsys, "verify", path)[1]
 
 
-def test_a_draft_depth_is_named_not_guessed(
-    log: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_draft_depth_is_named_not_guessed(log, tmp_path, capsys):
     path = log(mean_acceptance_length=lambda step: 2.5)
     for name in ("what-if", "compare", "verify"):
         code, _, err = typed(capsys, name, path)

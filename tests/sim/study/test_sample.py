@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,9 +19,7 @@ from tltlab.policies.policy import load_policy
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study import jobs
-from tltlab.sim.study import what_if as questions
 from tltlab.sim.study.sample import Scenarios
-from tltlab.traces.trace import Trace
 
 from ..workloads import TINY, typed
 
@@ -33,7 +29,7 @@ MACHINE = {"gpus": "2xH100", "model": "Qwen2.5-7B", "acceptance": "all=geometric
 PLAIN_OR_NOT = ["none", "ngram:4@4"]
 
 
-def run_of(medians: np.ndarray, sigma: float, responses: int = 16) -> Trace:
+def run_of(medians, sigma, responses=16):
     """A run of one RL step per median."""
     rng = np.random.default_rng(0)
     rows = [
@@ -45,17 +41,17 @@ def run_of(medians: np.ndarray, sigma: float, responses: int = 16) -> Trace:
 
 
 @pytest.fixture(scope="module")
-def growing() -> Trace:
+def growing():
     return run_of(np.linspace(100, 600, NUM), 0.2)
 
 
 @pytest.fixture(scope="module")
-def uneven() -> Trace:
+def uneven():
     """RL steps with one long response, and without."""
     return run_of(np.where(np.arange(NUM) % 7 < 3, 20, 600), 1.2)
 
 
-def test_a_sample_keeps_the_trend_of_the_run(growing: Trace):
+def test_a_sample_keeps_the_trend_of_the_run(growing):
     tables = [compare(growing, PLAIN_OR_NOT, **MACHINE, rl_steps=steps) for steps in (None, range(NUM), range(8))]
     sampled, whole, first = (table.set_index("policy")["makespan_s"]["none"] for table in tables)
     assert [table.attrs["num_rl_steps"] for table in tables] == [8, NUM, 8]
@@ -63,7 +59,7 @@ def test_a_sample_keeps_the_trend_of_the_run(growing: Trace):
     assert first < 0.6 * whole
 
 
-def test_a_sample_grows_until_costs_err_more(uneven: Trace, growing: Trace):
+def test_a_sample_grows_until_costs_err_more(uneven, growing):
     # Nobody knows how far these costs are off: the ratios' intervals are to be within a hundredth.
     unknown, even = (compare(trace, PLAIN_OR_NOT, **ON).attrs["num_rl_steps"] for trace in (uneven, growing))
     # Those of a machine are off by half: they could not say more.
@@ -75,7 +71,7 @@ def test_a_sample_grows_until_costs_err_more(uneven: Trace, growing: Trace):
 
 
 @pytest.mark.parametrize("online_updates", [0, 2])
-def test_drafter_is_as_old_as_in_run(growing: Trace, online_updates: int):
+def test_drafter_is_as_old_as_in_run(growing, online_updates):
     aging = FreshAcceptance(base=GeometricAcceptance(alpha=0.8))
     config = SimulationConfig(**ON | {"acceptance": aging}, online_updates=online_updates)
     policy = load_policy("learned:4@64")
@@ -84,7 +80,7 @@ def test_drafter_is_as_old_as_in_run(growing: Trace, online_updates: int):
     assert [rollout.makespan_s for rollout in some] == [whole[at].makespan_s for at in (3, 41)]
 
 
-def test_scenarios_of_the_same_requests_share_them(growing: Trace):
+def test_scenarios_of_the_same_requests_share_them(growing):
     scenarios = Scenarios(growing, SimulationConfig(**ON))
     first, other = scenarios.of([1, 2]), scenarios.of([1, 2], acceptance=GeometricAcceptance(alpha=0.1))
     assert (id(other.steps), id(other.queues)) == (id(first.steps), id(first.queues))
@@ -95,7 +91,7 @@ def test_scenarios_of_the_same_requests_share_them(growing: Trace):
     assert 4 * sizes[0] < sizes[1]
 
 
-COMMANDS: list[tuple[str, ...]] = [
+COMMANDS = [
     ("what-if", "TRACE", "--systems", "verl"),
     ("compare", "TRACE", "--gpus", "2xH100", "--policies", "none,learned:4@4"),
     ("compare", "TRACE", "--gpus", "2xH100", "--systems", "verl,tlt-base"),
@@ -104,8 +100,7 @@ COMMANDS: list[tuple[str, ...]] = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_commands_report_the_number_of_rl_steps(command: tuple[str, ...], tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(questions, "_CURVE", ())
+def test_commands_report_the_number_of_rl_steps(command, tmp_path, capsys):
     run_of(np.full(30, 50), 0.2, responses=4).write(tmp_path / "run")
     words = [str(tmp_path / "run") if word == "TRACE" else word for word in command]
     counts = []
@@ -118,7 +113,7 @@ def test_commands_report_the_number_of_rl_steps(command: tuple[str, ...], tmp_pa
     assert "8 of 30 RL steps, spread" in " ".join(typed(capsys, *words)[1].split())
 
 
-ASKED: dict[str, Callable[[int | None], Any]] = {
+ASKED = {
     "compare": lambda jobs: compare(TINY, "none,beg-mab,adaptive", **ON, jobs=jobs),
     "systems": lambda jobs: compare(TINY, systems="verl,tlt,das", **ON, jobs=jobs, repeats=2),
     "grid": lambda jobs: compare(TINY, "beg-mab", **ON | {"workers": [1, 2, 3]}, mode="sampled", jobs=jobs),
@@ -132,7 +127,7 @@ def test_long_tasks_are_shared_from_the_first_on():
 
 
 @pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
-def test_processes_do_not_change_an_answer(ask: Callable[[int | None], Any], monkeypatch: pytest.MonkeyPatch):
+def test_processes_do_not_change_an_answer(ask, monkeypatch):
     expected = ask(1)
     monkeypatch.setattr(jobs, "ALONE_S", 0.0)
     for num in (2, None):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -16,7 +15,6 @@ from tltlab import ConfigError, compare, load_policy, simulate
 from tltlab.errors import InputError
 from tltlab.importers.sources import read
 from tltlab.planning.systems import find_systems
-from tltlab.policies.policy import Policy
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study import compare as comparisons
@@ -44,7 +42,7 @@ class Late(Selector):
 
 
 @pytest.fixture
-def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def late(tmp_path, monkeypatch):
     """A user's own policy that fails long after its contract has been checked."""
     name = f"late_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(LATE)
@@ -52,7 +50,7 @@ def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"{name}:Late"
 
 
-def cells(**policies: str | Policy) -> list[Cell]:
+def cells(**policies):
     scenario = Scenario.of(LENGTHS, **ON)
     return [Cell(name=name, policy=load_policy(p), scenario=scenario) for name, p in policies.items()]
 
@@ -92,7 +90,7 @@ def test_a_system_s_rows_are_named_as_such():
     assert table[["system", "rl_step"]].values.tolist() == [["verl", 1], ["vllm-dynamic", 1]]
 
 
-def failing(calls: int) -> Policy:
+def failing(calls):
     """A policy that after so many choices takes one that it does not list."""
     left = iter(range(calls))
     return Handing(
@@ -101,7 +99,7 @@ def failing(calls: int) -> Policy:
     )
 
 
-def test_a_cell_that_raises_keeps_the_others(tmp_path: Path):
+def test_a_cell_that_raises_keeps_the_others(tmp_path):
     journal = Journal(path=tmp_path / "cells", question="same")
     found = Study(cells=cells(none="none", late=failing(200), text="ngram:4")).table(journal)
     assert found["cell"].tolist() == [0, 0, 2, 2]
@@ -117,7 +115,7 @@ def test_a_cell_that_raises_keeps_the_others(tmp_path: Path):
         Study(cells=cells(late=failing(200))).table()
 
 
-def test_a_comparison_names_what_failed(late: str):
+def test_a_comparison_names_what_failed(late):
     found = compare(LENGTHS, {"none": "none", "own": late, "text": "ngram:4"}, **ON)
     assert sorted(found["policy"]) == ["none", "text"]
     assert "IndexError" in found.attrs["failed"]["own"]
@@ -129,7 +127,7 @@ def test_a_comparison_names_what_failed(late: str):
     assert headless["makespan_s"].tolist() == whole[whole["policy"] == "text"]["makespan_s"].tolist()
 
 
-def test_the_command_fails_with_a_failed_cell(late: str, tmp_path: Path, capsys):
+def test_the_command_fails_with_a_failed_cell(late, tmp_path, capsys):
     pd.DataFrame({"length": LENGTHS[0]}).to_csv(tmp_path / "lengths.csv")
     asked = ("compare", "lengths.csv", "--workers", 2, "--costs", "cpu-small", "--policies", f"none,{late}", "--json")
     code, shown, said = typed(capsys, *asked, "--allow-code", late.partition(":")[0], "--out", "found.json")
@@ -142,7 +140,7 @@ def test_the_command_fails_with_a_failed_cell(late: str, tmp_path: Path, capsys)
     assert (code, f"failed: {late}: " in shown, "nan" in shown) == (1, True, False)
 
 
-def test_failures_at_points_that_need_no_more_steps_are_kept(late: str, monkeypatch: pytest.MonkeyPatch):
+def test_failures_at_points_that_need_no_more_steps_are_kept(late, monkeypatch):
     """The first point has enough RL steps at once, the second one takes more."""
     monkeypatch.setattr(comparisons, "small", lambda ratios, error, enough=iter([True, False, True]): next(enough))
     run = np.vstack([LENGTHS] * 15)
@@ -151,7 +149,7 @@ def test_failures_at_points_that_need_no_more_steps_are_kept(late: str, monkeypa
     assert list(found.attrs["failed"]) == ["own, workers 1", "own, workers 2"]
 
 
-def test_a_journal_that_cannot_be_written_is_refused(tmp_path: Path, capsys):
+def test_a_journal_that_cannot_be_written_is_refused(tmp_path, capsys):
     (tmp_path / "cells").mkdir()
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "cells", tmp_path / "file" / "cells"):

@@ -4,12 +4,8 @@ import html
 import json
 import pickle
 import shlex
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
 import tltlab
@@ -24,15 +20,14 @@ from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.planning.composition import EarlierEpoch, LadderStep, Regrouped, System, Truncated, one_strategy
 from tltlab.planning.execution import missing_part
-from tltlab.planning.system_binding import BoundSystem, bind
+from tltlab.planning.system_binding import bind
 from tltlab.planning.systems import SYSTEMS
-from tltlab.sim import Separate, SimResult, SimulationConfig, run_steps, simulate
+from tltlab.sim import Separate, SimulationConfig, run_steps, simulate
 from tltlab.sim.placement import place
 from tltlab.sim.study.compare import compare
 from tltlab.sim.study.sample import Scenarios
 from tltlab.sim.study.systems import on_gpus, system_cell
 from tltlab.sim.workload import changed, requests_by_step
-from tltlab.traces.trace import Trace
 
 from ..workloads import TINY, typed, with_positions
 
@@ -49,21 +44,21 @@ KEYS = {
 
 
 @pytest.fixture(scope="module")
-def trace() -> Trace:
+def trace():
     return log_normal(prompts=4, group_size=8, rl_steps=2, median=120, cap=600, workers=4)
 
 
-def of_system(trace: Trace, bound: BoundSystem, rl_steps: Sequence[int], **settings: Any) -> SimResult:
+def of_system(trace, bound, rl_steps, **settings):
     scenarios = Scenarios(trace, SimulationConfig(**settings))
     return system_cell(bound, scenarios, rl_steps).simulate(record_iterations=True)[0]
 
 
 @pytest.fixture(scope="module")
-def found(trace: Trace) -> pd.DataFrame:
+def found(trace):
     return compare(trace, systems="all", stages=STAGES, **ALIKE).set_index("system")
 
 
-def test_each_row_is_the_simulation_of_its_policy(trace: Trace, found: pd.DataFrame):
+def test_each_row_is_the_simulation_of_its_policy(trace, found):
     assert set(found.index) == set(SYSTEMS)
     assert not any(found["defaults"])
     # What goes to another process is pickled.
@@ -81,14 +76,14 @@ def test_each_row_is_the_simulation_of_its_policy(trace: Trace, found: pd.DataFr
         assert accept == pytest.approx(alone.summary["mean_accept_length"]) if accept == accept else "r" in name
 
 
-def test_ratios_are_to_verl_or_the_first_system(trace: Trace, found: pd.DataFrame):
+def test_ratios_are_to_verl_or_the_first_system(trace, found):
     assert found.attrs["baseline"] == "verl"
     assert found.loc["verl", ["ratio", "ratio_low", "ratio_high"]].tolist() == [1.0, 1.0, 1.0]
     other = compare(trace, systems="das,tlt-base", costs=COSTS, acceptance="geometric:0.7")
     assert other.attrs["baseline"] == "das"
 
 
-def test_other_figures_are_those_of_the_simulated_trace(trace: Trace, found: pd.DataFrame):
+def test_other_figures_are_those_of_the_simulated_trace(trace, found):
     alone = simulate(trace, "none", costs=COSTS, workers=4).summary
     verl = found.loc["verl"]
     assert verl["bubble_fraction"] == pytest.approx(alone["bubble_fraction"])
@@ -105,7 +100,7 @@ def test_other_figures_are_those_of_the_simulated_trace(trace: Trace, found: pd.
     assert found.loc["copris", "length_bias"] != 1.0
 
 
-def test_claims_stand_beside_figures_of_their_own_kind(found: pd.DataFrame):
+def test_claims_stand_beside_figures_of_their_own_kind(found):
     assert found.loc["verl", "claim"] is None
     tlt = found.loc["tlt"]
     assert tlt["claim"]["speed_up"] == pytest.approx(1 / tlt["step_ratio"])
@@ -115,7 +110,7 @@ def test_claims_stand_beside_figures_of_their_own_kind(found: pd.DataFrame):
     assert found.loc["das", "claim"]["speed_up"] == pytest.approx(1 / found.loc["das", "ratio"])
 
 
-def test_stages_depend_on_fusion_and_gpus(trace: Trace, found: pd.DataFrame):
+def test_stages_depend_on_fusion_and_gpus(trace, found):
     fused, plain, split = (found.loc[name] for name in ("rlhfuse", "verl", "open-r1"))
     assert plain["step_s"] == run_steps(simulate(trace, "none", costs=COSTS, workers=4), STAGES).step_s
     # At most the log-probs of all tokens are saved; the rollout is the same.
@@ -136,7 +131,7 @@ def test_stages_depend_on_fusion_and_gpus(trace: Trace, found: pd.DataFrame):
 
 
 @pytest.mark.parametrize("acceptance", ["all=geometric:0.7", "learned=geometric:0.7,all=seer-siblings"])
-def test_no_system_beats_the_clairvoyant_bound(trace: Trace, acceptance: str):
+def test_no_system_beats_the_clairvoyant_bound(trace, acceptance):
     table = compare(trace, systems="all", **ALIKE | {"acceptance": acceptance, "rl_steps": [0]}).set_index("system")
     without = {name for name, system in SYSTEMS.items() if system.budget is not None or not system.same_work}
     assert set(table.index[table["regret"].isna()]) == without
@@ -144,7 +139,7 @@ def test_no_system_beats_the_clairvoyant_bound(trace: Trace, acceptance: str):
     assert (table["regret"].astype(float) >= 0).all()
 
 
-def test_repeats_are_averaged_seed_by_seed(trace: Trace):
+def test_repeats_are_averaged_seed_by_seed(trace):
     some = ALIKE | {"mode": "sampled"}
     both = compare(trace, systems="verl,das", repeats=2, seed=5, **some).set_index("system")
     each = [compare(trace, systems="verl,das", seed=s, **some).set_index("system")["makespan_s"] for s in (5, 6)]
@@ -168,11 +163,11 @@ def test_idle_workers_train_tlt_s_drafter_alone():
 
 
 @pytest.mark.parametrize("mode", ["fluid", "sampled"])
-def test_hedge_follows_the_better_drafter_whichever_it_is(trace: Trace, mode: str):
+def test_hedge_follows_the_better_drafter_whichever_it_is(trace, mode):
     """One keeps four of five tokens, the other one in ten: from the few first choices on it drafts with the one."""
 
-    def model(learned: float, text: float) -> MeasuredAcceptance:
-        def known(share: float) -> FittedDepth:
+    def model(learned, text):
+        def known(share):
             accepted = np.diff([0.0, *(1 - share ** np.arange(1, 5)), 1.0])
             return FittedDepth(accepted=tuple(accepted), drafted=4)
 
@@ -207,7 +202,7 @@ def test_idle_training_gains_by_freshness():
     assert table.loc["mine", "makespan_s"] == pytest.approx(np.mean(spans))
 
 
-def test_a_missing_acceptance_takes_a_marked_default(trace: Trace):
+def test_a_missing_acceptance_takes_a_marked_default(trace):
     some = {"acceptance": "tlt-qwen2.5-32b", **GPU}
     rows = compare(trace, systems="verl,tlt,tlt-base,das", **some).set_index("system")
     marked = [bool(rows.loc[name, "defaults"]) for name in ("verl", "tlt", "tlt-base", "das")]
@@ -217,7 +212,7 @@ def test_a_missing_acceptance_takes_a_marked_default(trace: Trace):
     assert rows.loc["das", "makespan_s"] == given.loc[0, "makespan_s"]
 
 
-def test_replayed_acceptance_serves_where_every_response_has_it(trace: Trace):
+def test_replayed_acceptance_serves_where_every_response_has_it(trace):
     replayed = with_positions(trace, [[2] * n for n in trace.outcomes["response_tokens"]], "suffix")
     some = {"costs": COSTS, "rl_steps": [0], "decision_block": 8}
     whole = compare(replayed, systems="all", **some)
@@ -233,7 +228,7 @@ def test_replayed_acceptance_serves_where_every_response_has_it(trace: Trace):
     assert all("acceptance.parquet" in part.set_index("system").loc[name, "defaults"][0] for name in ("tlt", "das"))
 
 
-def test_responses_of_earlier_epoch_leave_rest_to_generate(trace: Trace):
+def test_responses_of_earlier_epoch_leave_rest_to_generate(trace):
     """What is kept is a geometric run of tokens, at most the whole response; the context is the same."""
     step = requests_by_step(trace)[0]
     nothing, all_of_it, half = (changed(step, EarlierEpoch(keep=keep), 0) for keep in (0.0, 1.0, 0.99))
@@ -245,7 +240,7 @@ def test_responses_of_earlier_epoch_leave_rest_to_generate(trace: Trace):
     assert abs(kept.mean() - expected) < 4 * kept.std() / np.sqrt(len(kept))
 
 
-def test_truncation_and_regrouping_keep_the_number_of_responses(trace: Trace):
+def test_truncation_and_regrouping_keep_the_number_of_responses(trace):
     step = requests_by_step(trace)[0]
     short = changed(step, Truncated(share=0.25), 0)
     assert short.response_tokens == [min(n, 150) for n in step.response_tokens]
@@ -258,7 +253,7 @@ def test_truncation_and_regrouping_keep_the_number_of_responses(trace: Trace):
 
 
 @pytest.mark.parametrize("placement", ["two_pools", "rank_groups"])
-def test_placement_by_expected_length_beats_the_static_split(placement: str):
+def test_placement_by_expected_length_beats_the_static_split(placement):
     long = log_normal(prompts=32, group_size=8, rl_steps=1, median=2000, cap=32000, workers=8)
     step = requests_by_step(long)[0]
     queues = place(step, 8, placement, COSTS)
@@ -268,13 +263,13 @@ def test_placement_by_expected_length_beats_the_static_split(placement: str):
     assert split < static
 
 
-def test_one_worker_cannot_be_split(trace: Trace):
+def test_one_worker_cannot_be_split(trace):
     rows = compare(trace, systems="verl,open-r1", costs=COSTS, workers=1).set_index("system")
     assert rows.loc["open-r1", "defaults"]
     assert rows.loc["open-r1", "makespan_s"] == rows.loc["verl", "makespan_s"]
 
 
-def test_the_command_prints_and_writes_one_object(tmp_path: Path, capsys):
+def test_the_command_prints_and_writes_one_object(tmp_path, capsys):
     out = tmp_path / "systems.json"
     options = ("--systems", "all", "--stages", "cpu-small", "--rl-steps", "0:2")
     code, shown, _ = typed(capsys, "compare", TINY, *options, "--out", out, "--json")
@@ -312,7 +307,7 @@ def test_the_command_prints_and_writes_one_object(tmp_path: Path, capsys):
         ["simulate", "--system", "das", "--acceptance", "tlt-qwen2.5-32b"],
     ],
 )
-def test_what_does_not_fit_together_is_refused(argv: list[str], capsys):
+def test_what_does_not_fit_together_is_refused(argv, capsys):
     command, *options = argv
     code, shown, said = typed(capsys, command, TINY, *options)
     assert code == 2
@@ -320,7 +315,7 @@ def test_what_does_not_fit_together_is_refused(argv: list[str], capsys):
     assert len(said.splitlines()) == 1
 
 
-def test_one_system_is_simulated_as_a_policy_is(tmp_path: Path, capsys):
+def test_one_system_is_simulated_as_a_policy_is(tmp_path, capsys):
     plain = json.loads(typed(capsys, "simulate", TINY, "--policy", "none", "--json")[1])
     verl = json.loads(typed(capsys, "simulate", TINY, "--system", "verl", "--json")[1])
     assert set(verl) - set(plain) == {"system", "assumptions"}

@@ -3,8 +3,6 @@
 import json
 import shlex
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -33,12 +31,12 @@ MACHINE = ("--gpus", "2xH100", "--model", "Qwen2.5-7B")
 
 
 @pytest.fixture
-def lengths(tmp_path: Path) -> Path:
+def lengths(tmp_path):
     FRAME.assign(note="x").to_csv(tmp_path / "lengths.csv", index=False)
     return tmp_path / "lengths.csv"
 
 
-def test_an_answer_shows_which_columns_it_used(lengths: Path):
+def test_an_answer_shows_which_columns_it_used(lengths):
     found, same = what_if(lengths, **FAST), what_if(FRAME.rename(columns={"group": "uid"}), **FAST)
     assert found.trace.outcomes["response_tokens"].tolist() == LENGTHS.ravel().tolist()
     assert (len(found.trace.rl_steps), found.trace.workload["prompt_id"].nunique()) == (3, LENGTHS.shape[1] // 4)
@@ -48,7 +46,7 @@ def test_an_answer_shows_which_columns_it_used(lengths: Path):
 
 
 @pytest.mark.parametrize(("turns", "bound"), [(7.4, True), (2.0, False)], ids=["several turns", "one turn"])
-def test_lengths_of_several_turns_bound_the_answer(tmp_path: Path, turns: float, bound: bool):
+def test_lengths_of_several_turns_bound_the_answer(tmp_path, turns, bound):
     metrics = f"response_length/mean:300.0 - response_length/max:900.0 - timing_s/gen:20.0 - num_turns/mean:{turns}"
     log = tmp_path / "verl.log"
     log.write_text("".join(f"step:{step} - {metrics} - timing_s/step:50.0\n" for step in (1, 2, 3)))
@@ -99,7 +97,7 @@ def test_earlier_epochs_are_an_assumption_with_its_effect():
     ],
     ids=["GPUs", "costs"],
 )
-def test_systems_are_the_rows_of_compare(lengths: Path, capsys, asked: tuple[str, ...]):
+def test_systems_are_the_rows_of_compare(lengths, capsys, asked):
     names = "verl,tlt,tlt-base,vllm-dynamic"
     found, compared = (
         json.loads(typed(capsys, command, lengths, *asked, "--systems", names, "--json")[1])
@@ -130,7 +128,7 @@ def test_a_row_names_its_drafters_within_100_columns(capsys):
     )
 
 
-def test_accept_is_short_for_one_drafter(lengths: Path):
+def test_accept_is_short_for_one_drafter(lengths):
     short, long = (
         what_if(lengths, systems="tlt,tlt-base", drafter="learned", **how)
         for how in ({"accept": 0.6}, {"acceptance": "learned=geometric:0.6"})
@@ -145,7 +143,7 @@ def test_accept_is_short_for_one_drafter(lengths: Path):
     assert text.rollout.estimate > short.best.rollout.estimate, "n-grams cost no draft level"
 
 
-def test_a_drafter_of_short_responses_gains_less(lengths: Path):
+def test_a_drafter_of_short_responses_gains_less(lengths):
     short, full = (
         what_if(lengths, acceptance=f"learned=0.7@{trained}", drafter="learned", **FAST)
         for trained in ("100", "window")
@@ -157,7 +155,7 @@ def test_a_drafter_of_short_responses_gains_less(lengths: Path):
 
 
 @pytest.mark.parametrize("num_steps", [2, 12])
-def test_answers_are_rows_of_their_table(num_steps: int):
+def test_answers_are_rows_of_their_table(num_steps):
     found = what_if(np.tile(LENGTHS, (4, 1))[:num_steps], systems="vllm-dynamic")
     assert found.systems.attrs["baseline"] == "verl"
     rows = found.systems.set_index("system")
@@ -178,7 +176,7 @@ def test_a_recorded_trace_has_costs_and_acceptance():
     assert found.scenario.workers == tltlab.read("traces/tiny").manifest.num_workers
 
 
-def test_training_drafter_is_reported_where_trace_knows(tmp_path: Path):
+def test_training_drafter_is_reported_where_trace_knows(tmp_path):
     base, half = GeometricAcceptance(alpha=0.8), Freshness(untrained=0.5, floor=0.5)
     trace = tltlab.read(FRAME).write(tmp_path / "trace")
     FreshAcceptance(base=base, freshness=half).write(trace / "acceptance.json")
@@ -195,7 +193,7 @@ def test_training_drafter_is_reported_where_trace_knows(tmp_path: Path):
     assert stale.json()["drafter_training"] is None
 
 
-def test_recorded_drafter_s_ages_show_what_training_brought(capsys, tmp_path: Path):
+def test_recorded_drafter_s_ages_show_what_training_brought(capsys, tmp_path):
     asked = ("what-if", "traces/h100-smoke", "--accept", "0.5", "--systems", "verl")
     code, out, _ = typed(capsys, *asked, "--json", "--out", tmp_path / "answer.html")
     known = json.loads(out)["drafter_training"]
@@ -210,7 +208,7 @@ def test_recorded_drafter_s_ages_show_what_training_brought(capsys, tmp_path: Pa
     ("gpus", "model", "tp", "workers"),
     [("8xH100", "Qwen/Qwen2.5-7B-Instruct", 1, 8), ("8xH100", "Llama-3.3-70B", 4, 2), ("H200", "Qwen2.5-7B", 1, 1)],
 )
-def test_worker_has_fewest_gpus_that_hold_model(gpus: str, model: str, tp: int, workers: int):
+def test_worker_has_fewest_gpus_that_hold_model(gpus, model, tp, workers):
     machine = Deployment.of(gpus, model, tokens=20_000)
     assert (machine.costs.tensor_parallel, machine.workers) == (tp, workers)
     assert machine.stages.num_gpus == tp * workers
@@ -223,7 +221,7 @@ def test_unknown_costs_of_experts_are_reported():
     assert said in what_if(of_lengths([100, 900]), gpus="8xH100", model="Qwen3-30B-A3B").notes
 
 
-def test_a_model_of_ones_own_is_its_configuration(tmp_path: Path):
+def test_a_model_of_ones_own_is_its_configuration(tmp_path):
     config = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
               "num_key_value_heads": 4, "vocab_size": 152064, "model_type": "mine"}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -234,7 +232,7 @@ def test_a_model_of_ones_own_is_its_configuration(tmp_path: Path):
     assert mine.stages.train == known.stages.train
 
 
-def test_the_command_answers_in_json_and_as_page(lengths: Path, tmp_path: Path, capsys):
+def test_the_command_answers_in_json_and_as_page(lengths, tmp_path, capsys):
     asked = ("what-if", lengths, *MACHINE, "--systems", "verl")
     code, printed, err = typed(capsys, *asked, "--out", tmp_path / "answer.html")
     assert code == 0, err
@@ -264,7 +262,7 @@ def test_the_command_answers_in_json_and_as_page(lengths: Path, tmp_path: Path, 
     "options",
     [MACHINE, ("--costs", "h100-qwen2.5-7b", "--workers", "2", "--accept", "0.8"), ("--rl-steps", "0", "--seed", "3")],
 )
-def test_the_command_printed_simulates_the_policy_found(lengths: Path, capsys, options: tuple[str, ...]):
+def test_the_command_printed_simulates_the_policy_found(lengths, capsys, options):
     out = lengths.parent / "policy file.json"
     asked = ("what-if", lengths, *options, "--systems", "verl", "--policy-out", out)
     code, printed, _ = typed(capsys, *asked, "--json")
@@ -311,13 +309,13 @@ def test_the_timelines_are_of_the_median_step():
         (["--group-size", "0"], "--group-size"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(lengths: Path, capsys, options: list[str], said: str):
+def test_what_cannot_be_asked_is_refused(lengths, capsys, options, said):
     code, out, err = typed(capsys, "what-if", lengths, *options)
     assert (code, out) == (2, "")
     assert said in err.splitlines()[-1]
 
 
-def test_reading_of_file_is_asked_as_import_asks(tmp_path: Path, capsys):
+def test_reading_of_file_is_asked_as_import_asks(tmp_path, capsys):
     rows = [{"k": {"n": [7] * n}, "at": s, "of": p, "text": "x" * n} for s in (3, 4) for p in (0, 1) for n in (5, 90)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -333,7 +331,7 @@ def test_reading_of_file_is_asked_as_import_asks(tmp_path: Path, capsys):
 
 
 def test_a_result_in_a_notebook():
-    found: Any = what_if(LENGTHS, **FAST)
+    found = what_if(LENGTHS, **FAST)
     assert "<table" in found._repr_html_()
     assert found.to_frame()["speed_up"].tolist() == (1 / found.systems["ratio"]).tolist()
     assert len(found.plot().axes) == 2

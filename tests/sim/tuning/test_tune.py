@@ -6,7 +6,6 @@ import itertools
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,10 +27,10 @@ from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec, TableRow, Table
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.tuning.cases import ExpectedIteration, TuningCase, TuningCases, oracle_policy
 from tltlab.sim.tuning.search import Prices
-from tltlab.sim.tuning.tune import TuneResult, tune
+from tltlab.sim.tuning.tune import tune
 from tltlab.stats import paired_ratio
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import read
 
 from ..workloads import TINY, typed, with_positions
 
@@ -40,23 +39,23 @@ SHORT = log_normal(prompts=2, group_size=4, rl_steps=2, median=40, cap=120, work
 REPLAYED = with_positions(SHORT, [[2] * n for n in SHORT.outcomes["response_tokens"]], "ngram")
 NOISE = IterationNoise(ratios=(0.7, 0.9, 1.0, 1.4))
 CPU = load_costs("traces/subset-sum-small/costs.json").model_copy(update={"noise": NOISE})
-SMALL: dict[str, Any] = {"costs": CPU, "acceptance": "geometric:0.7", "trials": 2, "repeats": 2, "depths": (1, 4),
+SMALL = {"costs": CPU, "acceptance": "geometric:0.7", "trials": 2, "repeats": 2, "depths": (1, 4),
                          "drafters": ("ngram",)}  # fmt: skip
 WITHOUT_LUCK = SMALL | {"trials": 0, "repeats": 1}
 TRACES = Path("traces").resolve()
 CROWDED = COSTS.model_copy(update={"per_token_s": 2e-3, "noise": NOISE})
 
 
-def fixed(depth: int) -> Policy:
+def fixed(depth):
     return Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", depth)))
 
 
 @pytest.fixture(scope="module")
-def tuned() -> TuneResult:
+def tuned():
     return tune(TRACE, **SMALL)
 
 
-def test_it_judges_on_held_out_steps(tuned: TuneResult):
+def test_it_judges_on_held_out_steps(tuned):
     assert tuned.tuned_on == ((0, 2),)
     assert tuned.judged_on == ((1, 3),)
     rows = {row.name: row for row in tuned.candidates}
@@ -83,7 +82,7 @@ def test_table_is_as_good_as_best_of_all():
     assert ours == pytest.approx(best, rel=1e-2)
 
 
-def test_no_policy_beats_the_oracle_beyond_noise(tuned: TuneResult):
+def test_no_policy_beats_the_oracle_beyond_noise(tuned):
     assert all(row.regret > -0.01 for row in tuned.candidates)
     assert tuned.bound_s < tuned.oracle_s < next(row for row in tuned.candidates if row.name == "none").makespan_s
 
@@ -122,11 +121,11 @@ def test_oracle_stops_drafting_where_contexts_are_too_long():
     assert rollout.makespan_s < min(always, never)
 
 
-def chain_of(depth: int) -> Strategy:
+def chain_of(depth):
     return Strategy.chain("learned", depth)
 
 
-def fixed_at(strategy: Strategy) -> Policy:
+def fixed_at(strategy):
     return Policy(selector=FixedSpec(strategy=strategy))
 
 
@@ -135,7 +134,7 @@ def fixed_at(strategy: Strategy) -> Policy:
     [("none", {"acceptance": "geometric:0.02", "repeats": 1}), ("fixed", {"acceptance": "constant:2", "costs": COSTS})],
     ids=["speculation never pays", "one depth is right at every batch"],
 )
-def test_where_nothing_is_gained_the_simplest_policy_wins(kind: str, options: dict[str, Any]):
+def test_where_nothing_is_gained_the_simplest_policy_wins(kind, options):
     found = tune(TRACE, **SMALL | options)
     assert not found.worth_it
     assert found.policy.selector.kind == kind
@@ -167,7 +166,7 @@ def test_a_gain_within_cost_error_is_not_recommended():
 
 
 @pytest.mark.parametrize("published", [False, True])
-def test_the_best_depth_of_a_block_is_interior(published: bool, request: pytest.FixtureRequest):
+def test_the_best_depth_of_a_block_is_interior(published, request):
     lengths, best = (1.8, 2.5, 2.9, 2.6), 3
     if published:
         table = pd.read_csv(request.getfixturevalue("shared_data") / "accept_length_by_depth_block_drafter.csv")
@@ -201,14 +200,14 @@ def test_a_gain_by_chance_is_not_recommended():
     assert found.policy.selector.kind == "fixed"
 
 
-def case(trace: int = 0, **options: Any) -> TuningCase:
+def case(trace=0, **options):
     scenario = Scenario.of(TRACE, **{"costs": CPU, "acceptance": "geometric:0.7"} | options)
     return TuningCase(name=str(trace), trace=trace, scenario=scenario)
 
 
 @pytest.mark.parametrize("num_steps", [2, 4, 8])
 @pytest.mark.parametrize("robust", [False, True])
-def test_intervals_hold_the_truth_as_often_as_stated(num_steps: int, robust: bool):
+def test_intervals_hold_the_truth_as_often_as_stated(num_steps, robust):
     cases = TuningCases(cases=(case(),), robust=robust)
     rng = np.random.default_rng(0)
     held = 0
@@ -243,7 +242,7 @@ def test_one_held_out_step_gives_no_interval():
     json.dumps(found.json(), allow_nan=False)
 
 
-def test_processes_do_not_change_the_result(tuned: TuneResult, monkeypatch: pytest.MonkeyPatch):
+def test_processes_do_not_change_the_result(tuned, monkeypatch):
     monkeypatch.setattr("tltlab.sim.study.jobs.ALONE_S", 0.0)
     again = tune(TRACE, **SMALL, jobs=2)
     assert again.json() | {"wall_s": 0} == tuned.json() | {"wall_s": 0}
@@ -251,13 +250,13 @@ def test_processes_do_not_change_the_result(tuned: TuneResult, monkeypatch: pyte
 
 
 TIMES = {"none": (2.0, 0.0), "best": (1.0, 0.0), "same": (1.0, 1e-5), "near": (1.002, 3e-2), "slow": (1.3, 1e-3)}
-RUNS: Counter[str] = Counter()
+RUNS = Counter()
 
 
 class Given(TuningCases):
     """Makespans around a mean of each policy, which two seeds yield; counts the runs of each."""
 
-    def makespans(self, policies: Any, *, mode: str, seeds: Any, oracle: Any = ()) -> dict[str, list[np.ndarray]]:
+    def makespans(self, policies, *, mode, seeds, oracle=()):
         RUNS.update(list(policies))
         level, apart = np.exp(0.3 * np.arange(8)), (-1.0) ** (np.arange(8) + seeds[0])
         return {n: [level * (TIMES[n][0] + TIMES[n][1] * apart)] for n in policies}
@@ -273,7 +272,7 @@ class Given(TuningCases):
     ],
     ids=["a clear loser leaves", "equal ones stop", "close ones go on until it is clear"],
 )
-def test_races_stop_early(names: tuple[str, ...], num_runs: dict[str, int], robust: bool):
+def test_races_stop_early(names, num_runs, robust):
     RUNS.clear()
     scores = Given(cases=(case(),), robust=robust).race(dict.fromkeys(names, fixed(1)), seeds=range(20), seed=0)
     assert {name: RUNS[name] for name in names} == num_runs
@@ -292,7 +291,7 @@ LONG = log_normal(prompts=1, group_size=4, rl_steps=40, median=20, cap=60, worke
         ({"rl_steps": range(8)}, [0, 2, 4, 6], 4),
     ],
 )
-def test_long_runs_are_tuned_on_a_sample(options: dict[str, Any], tuned_on: list[int], judged_on: int):
+def test_long_runs_are_tuned_on_a_sample(options, tuned_on, judged_on):
     found = tune(LONG, **WITHOUT_LUCK | {"acceptance": "geometric:0.05"}, **options)
     (tuned,), (judged,) = found.tuned_on, found.judged_on
     assert (list(tuned), len(judged) >= judged_on) == (tuned_on, True)
@@ -323,7 +322,7 @@ def test_bandit_must_explore_only_where_there_is_noise():
     costs = COSTS.model_copy(update={"per_context_s": 0.0})
     loud = costs.model_copy(update={"noise": IterationNoise(ratios=(0.4, 0.5, 0.6, 2.5))})
 
-    def makespan(epsilon: float, **options: Any) -> float:
+    def makespan(epsilon, **options):
         selector = BegMabSpec(buckets=(Bucket(min_batch=1, strategies=arms),), epsilon=epsilon, window=100)
         policy = Policy(selector=selector)
         runs = [simulate(one, policy, acceptance="constant:1.9", seed=k, **options).makespan_s for k in range(6)]
@@ -392,7 +391,7 @@ def test_prices_weigh_batches_by_time_spent_at_them():
         (TRACE, {"trials": -1}, ("trials",)),
     ],
 )
-def test_what_cannot_be_tuned_is_refused(trace: Trace, options: dict[str, Any], what: tuple):
+def test_what_cannot_be_tuned_is_refused(trace, options, what):
     with refused(ConfigError, naming=what):
         tune(trace, **SMALL | options)
 
@@ -412,7 +411,7 @@ class Border(Selector):
 
 
 @pytest.fixture
-def border(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def border(tmp_path, monkeypatch):
     """A user's own policy, which speculates up to a border."""
     name = f"border_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(OWN)
@@ -420,7 +419,7 @@ def border(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"{name}:Border"
 
 
-def test_settings_of_own_policy_are_searched_and_written(border: str, tmp_path: Path):
+def test_settings_of_own_policy_are_searched_and_written(border, tmp_path):
     settings = SMALL | {"trials": 20, "repeats": 1, "depths": (4,), "policies": f"{border}(few=9)"}
     found = tune(SHORT, **settings, search={"few": "0..6", "deep": (False, True)})
     every = {tuple(trial.settings.values()): trial.score for trial in found.trials}
@@ -435,7 +434,7 @@ def test_settings_of_own_policy_are_searched_and_written(border: str, tmp_path: 
     assert tune(SHORT, **settings, search={"few": "0..6", "deep": (False, True)}).trials == found.trials
 
 
-def test_own_classes_are_candidates(border: str):
+def test_own_classes_are_candidates(border):
     settings = WITHOUT_LUCK | {"depths": (1,), "policies": [border, "goodput(window=10)"]}
     rows = {row.name: row.kind for row in tune(SHORT, **settings).candidates}
     assert (rows[border], rows["goodput(window=10)"]) == ("own", "own")
@@ -463,7 +462,7 @@ def test_drafters_that_a_candidate_brings_are_tuned_over():
         (["fw=1..3"], ("fw", "few")),
     ],
 )
-def test_a_search_that_makes_no_sense_is_refused(border: str, tmp_path: Path, capsys, search: list[str], facts: tuple):
+def test_a_search_that_makes_no_sense_is_refused(border, tmp_path, capsys, search, facts):
     options = [part for text in search for part in ("--search", text)]
     code, _, said = typed(capsys, "tune", TRACES / "tiny", "--out", "p.json", "--policies", border, *options)
     assert (code, [fact for fact in facts if fact not in said]) == (2, []), said
@@ -479,7 +478,7 @@ def test_depths_without_acceptance_are_left_out():
     assert "fixed ngram:4" in found.searched
 
 
-def test_the_command_refuses_before_it_works(tmp_path: Path, capsys):
+def test_the_command_refuses_before_it_works(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     new = ("--out", tmp_path / "new" / "p.json")
     for options, said in (
@@ -493,24 +492,24 @@ def test_the_command_refuses_before_it_works(tmp_path: Path, capsys):
     assert not (tmp_path / "new").exists()
 
 
-def test_interrupted_tuning_finds_what_it_would_have_found(tmp_path: Path):
+def test_interrupted_tuning_finds_what_it_would_have_found(tmp_path):
     journal, settings = tmp_path / "new" / "policy.json.trials", SMALL | {"trials": 9, "repeats": 1, "depths": (4,)}
     whole = tune(SHORT, **settings)
 
-    def interrupted(trial: str) -> None:
+    def interrupted(trial):
         heard.append(trial)
         if len(heard) == 6:
             raise KeyboardInterrupt
 
-    heard: list[str] = []
+    heard = []
     with pytest.raises(KeyboardInterrupt):
         tune(SHORT, **settings, journal=journal, done=interrupted)
     with journal.open("a") as file:
         file.write('["half')
-    scored: list[int] = []
+    scored = []
     makespans = TuningCases.makespans
 
-    def counted(self: TuningCases, policies: Any, **options: Any) -> Any:
+    def counted(self, policies, **options):
         scored.append(len(policies))
         return makespans(self, policies, **options)
 
@@ -527,7 +526,7 @@ def test_interrupted_tuning_finds_what_it_would_have_found(tmp_path: Path):
         tune(SHORT, **settings | {"acceptance": "geometric:0.6"}, journal=journal)
 
 
-def test_the_command_resumes_and_writes_policy(tmp_path: Path, capsys):
+def test_the_command_resumes_and_writes_policy(tmp_path, capsys):
     out, journal = tmp_path / "policy.json", tmp_path / "policy.json.trials"
     args = ("tune", TINY, "--out", out, "--trials", 2, "--repeats", 1, "--depths", 4, "--max-buckets", 2)
     journal.write_text("another\n")

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
 import pandas as pd
 
-from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.policy import load_policy
 from tltlab.traces.trace import Trace
 
 
 def record(
-    out: Path,
-    made: Trace | Sequence[Trace],
-    policies: Mapping[int, Policy | str] | Policy | str,
-    **tables: pd.DataFrame,
-) -> Path:
+    out,
+    made,
+    policies,
+    **tables,
+):
     """Write the RUN `out` of one simulation, or several of other RL steps; `tables` replace what they have.
 
     `policies` are those in force from an RL step on: a shipped one has its own name, any other is "ours".

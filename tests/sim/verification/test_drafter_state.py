@@ -1,7 +1,5 @@
 """`verify` on a run that trains its drafter: acceptance by the drafter's state."""
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,7 +14,7 @@ from tltlab.policies.specs import FixedSpec
 from tltlab.sim import simulate
 from tltlab.sim.verification.rollouts import DrafterStates, verify
 from tltlab.strategy import Strategy
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import read
 
 from ...spot_rows import frame, spot_rows
 from .recorded import record
@@ -34,14 +32,14 @@ TRAINED = tuple(step % 3 != 2 for step in range(STEPS))
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     """A RUN whose rollouts are simulations with the drafter's true state, each followed by planted training rows."""
     source = log_normal(prompts=8, group_size=4, rl_steps=STEPS, median=250, sigma=0.8, cap=1500, workers=WORKERS)
     truth = FreshAcceptance(base=GeometricAcceptance(alpha=0.8), freshness=FADES)
     rng = np.random.default_rng(0)
     simulations, steps, training, acceptance = [], [], [], []
     age, updates = 0, 0
-    published: list[tuple[int, int]] = [(0, 0)]
+    published = [(0, 0)]
     for step in source.rl_steps:
         level = FADES.level(age, updates)
         made = simulate(
@@ -80,14 +78,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
-def copied(run: Path, folder: Path, **tables: pd.DataFrame | None) -> Path:
+def copied(run, folder, **tables):
     """The same RUN in `folder`, with other tables."""
     read(run).replace(**tables).write(folder / "trace")
     (folder / "policies.json").write_text((run / "policies.json").read_text())
     return folder
 
 
-def ends_of(trace: Trace) -> list[float]:
+def ends_of(trace):
     """When each worker of an RL step had nothing left."""
     return (
         (trace.iterations["t_start"] + trace.iterations["duration"]).groupby(trace.iterations["worker"]).max().tolist()
@@ -95,11 +93,11 @@ def ends_of(trace: Trace) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def found(run: Path):
+def found(run):
     return verify(run, samples=2)
 
 
-def test_acceptance_follows_the_drafter_s_state(run: Path, found, tmp_path: Path):
+def test_acceptance_follows_the_drafter_s_state(run, found, tmp_path):
     """The first steps' drafter is untrained: rates of its neighbours, taken as they are, would be too fast."""
     first = found.rows.set_index("rl_step").loc[0]
     blind = verify(copied(run, tmp_path, acceptance=None), rl_steps=[0], samples=4).rows.iloc[0]
@@ -108,7 +106,7 @@ def test_acceptance_follows_the_drafter_s_state(run: Path, found, tmp_path: Path
     assert found.median_error < 0.05
 
 
-def test_every_step_must_show_the_drafter_s_state(run: Path):
+def test_every_step_must_show_the_drafter_s_state(run):
     trace = read(run)
     steps = trace.steps
     steps["drafter_age"] = steps["drafter_age"].where(steps["rl_step"] != 3)

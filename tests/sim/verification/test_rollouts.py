@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import joblib
 import numpy as np
@@ -44,7 +42,7 @@ SUBSET_SUM = GCD.with_name("subset-sum-small")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     """A RUN whose recording is a simulation, plain and speculative RL steps in turn: costs and acceptance are known."""
     source = log_normal(prompts=10, group_size=4, rl_steps=6, median=200, sigma=0.7, cap=1000, workers=2)
     policies = {step: CHAIN if step % 2 else "none" for step in source.rl_steps}
@@ -52,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record(tmp_path_factory.mktemp("run"), made, policies)
 
 
-def test_a_noise_free_run_is_predicted_closely(run: Path):
+def test_a_noise_free_run_is_predicted_closely(run):
     found = verify(run, samples=4)
     assert found.rows["policy"].tolist() == ["none", "ours"] * 3
     plain = found.rows[found.rows["policy"] == "none"]
@@ -70,14 +68,14 @@ def test_a_noise_free_run_is_predicted_closely(run: Path):
     assert rows.loc[4, "forecast_low_s"] <= rows.loc[4, "forecast_s"] <= rows.loc[4, "forecast_high_s"]
 
 
-def test_a_step_is_never_fitted_on_itself(run: Path):
+def test_a_step_is_never_fitted_on_itself(run):
     found = verify(run, rl_steps=[1, 3], window=3)
     assert found.rows["fitted_on"].tolist() == [[0, 2, 3], [1, 2, 4]]
     assert [found.json()[name] for name in ("scaled_steps", "scaled_median_error")] == [0, None]
     assert "at the speed of" not in found.text()
 
 
-def test_engine_of_few_seats_is_predicted_as_one(tmp_path: Path):
+def test_engine_of_few_seats_is_predicted_as_one(tmp_path):
     source = log_normal(prompts=8, group_size=4, rl_steps=3, median=100, sigma=0.7, cap=400, workers=2)
     few = COSTS.model_copy(update={"max_num_seqs": 5})
     made = simulate(source, "none", costs=few, record_iterations=True).trace
@@ -86,7 +84,7 @@ def test_engine_of_few_seats_is_predicted_as_one(tmp_path: Path):
     assert found.rows["error"].abs().max() < 0.01
 
 
-def test_what_budget_allotted_is_not_shared_out_again(tmp_path: Path):
+def test_what_budget_allotted_is_not_shared_out_again(tmp_path):
     source = log_normal(prompts=8, group_size=4, rl_steps=4, median=100, sigma=0.7, cap=400, workers=2)
     budget = LengthAwareBudgetSpec(base_s=4e-3, token_s=2e-4)
     policy = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 6)), budget=budget)
@@ -94,7 +92,7 @@ def test_what_budget_allotted_is_not_shared_out_again(tmp_path: Path):
     assert verify(record(tmp_path, made, policy), samples=2).median_error < 0.09
 
 
-def test_remembering_drafters_are_fitted_on_equally_new_prompts(tmp_path: Path):
+def test_remembering_drafters_are_fitted_on_equally_new_prompts(tmp_path):
     source = log_normal(prompts=8, group_size=4, rl_steps=6, median=100, sigma=0.7, cap=400, workers=2)
     epoch = (source.workload["rl_step"] >= 3).astype(np.int32)
     source = source.replace(workload=source.workload.assign(epoch=epoch))
@@ -112,7 +110,7 @@ def test_remembering_drafters_are_fitted_on_equally_new_prompts(tmp_path: Path):
     assert worst["das"] < 0.1 < worst["seer"]
 
 
-def test_turns_return_and_prefixes_match_prefill(tmp_path: Path):
+def test_turns_return_and_prefixes_match_prefill(tmp_path):
     tools = ToolUse(turns=3.0, tool_s=0.002, observation_tokens=20)
     lengths = REGIMES["base-rl"].with_changes(median=60.0, sigma=0.4, max_response_tokens=200)
     source = generate(lengths, num_rl_steps=3, prompts_per_step=6, group_size=4, num_workers=2, tools=tools)
@@ -126,7 +124,7 @@ def test_turns_return_and_prefixes_match_prefill(tmp_path: Path):
     assert found["kept"].rows["measured_s"].sum() < found["recomputed"].rows["measured_s"].sum()
 
 
-def test_step_is_predicted_at_its_machine_s_speed(tmp_path: Path):
+def test_step_is_predicted_at_its_machine_s_speed(tmp_path):
     slowness = {0: 1.0, 1: 1.0, 2: 1.6, 3: 1.0, 4: 0.8, 5: 1.0}
     source = log_normal(prompts=10, group_size=4, rl_steps=6, median=200, sigma=0.7, cap=1000, workers=2)
     late = Policy(selector=CHAIN.selector, activation=Activation(max_requests=6, hold_iterations=0))
@@ -146,7 +144,7 @@ def test_step_is_predicted_at_its_machine_s_speed(tmp_path: Path):
     assert figures["scaled_raw_median_error"] == found.median_error
 
 
-def test_rollout_run_twice_shows_noise_from_bias(run: Path, tmp_path: Path):
+def test_rollout_run_twice_shows_noise_from_bias(run, tmp_path):
     twice = [(0, 0.9, True), (2, 0.93, True), (4, 0.81, True), (5, 9.0, False)]
     rows = [{"rl_step": s, "rollout_s": 1.0, "repeat_s": repeat_s, "same_tokens": same} for s, repeat_s, same in twice]
     shutil.copytree(run, tmp_path / "run")
@@ -183,12 +181,12 @@ def test_drawn_lengths_come_from_history_and_respect_cap():
     ],
     ids=["rl-steps", "policies", "decisions"],
 )
-def test_processes_change_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: Callable[..., Any]):
+def test_processes_change_no_figure(tmp_path, monkeypatch, figures):
     source = log_normal(prompts=4, group_size=4, rl_steps=6, median=60, sigma=0.7, cap=200, workers=2)
     policies = dict(enumerate(["none", "ngram:2", "ngram:4"] * 2))
     made = [simulate(source.select([step]), policy, seed=step, **SAMPLED).trace for step, policy in policies.items()]
     run = record(tmp_path, made, policies)
-    began: list[int] = []
+    began = []
     monkeypatch.setattr(joblib, "Parallel", lambda **given: began.append(given["n_jobs"]) or Parallel(**given))
     monkeypatch.setattr(side, "ALONE_S", 0.0)
     alone = figures(run, 1)
@@ -197,7 +195,7 @@ def test_processes_change_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert began == [2]
 
 
-def test_a_session_is_rows_and_cells_of_one_study(run: Path):
+def test_a_session_is_rows_and_cells_of_one_study(run):
     trace = read(run)
     session = Session(trace=trace, forces=policies_in_force(trace), samples=2, seed=7)
     played = session.played()
@@ -207,7 +205,7 @@ def test_a_session_is_rows_and_cells_of_one_study(run: Path):
     assert cells == [(0, 7), (0, 8), (2, 7), (2, 8), (4, 7), (4, 8)]
 
 
-def test_runs_that_cannot_be_verified_are_refused(run: Path, tmp_path: Path):
+def test_runs_that_cannot_be_verified_are_refused(run, tmp_path):
     with refused(ConfigError, naming=("iterations",)):
         verify(log_normal(rl_steps=3, workers=2).write(tmp_path / "lengths"))
     with refused(ConfigError, naming=("9",)):
@@ -227,7 +225,7 @@ def test_runs_that_cannot_be_verified_are_refused(run: Path, tmp_path: Path):
         ("repeats.json", '{"repeats": [{"rl_step": 0}]}', ("0", "rollout_s")),
     ],
 )
-def test_a_garbled_file_of_the_run_is_named(run: Path, tmp_path: Path, file: str, text: str, complaint: tuple):
+def test_a_garbled_file_of_the_run_is_named(run, tmp_path, file, text, complaint):
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / file).write_text(text)
     with refused(ConfigError, naming=complaint):
@@ -248,7 +246,7 @@ def test_costs_are_looked_for_beside_the_run(run, tmp_path, monkeypatch):
     assert policies_in_force(read(tmp_path / "runs" / "first"))[2].policy.strategies[-1].draft_depth == 4
 
 
-def test_a_step_without_a_rollout_time_is_named(run: Path, tmp_path: Path):
+def test_a_step_without_a_rollout_time_is_named(run, tmp_path):
     trace = read(run / "trace")
     steps = trace.steps.assign(rollout_s=lambda rows: rows["rollout_s"].where(rows["rl_step"] != 3))
     (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
@@ -261,7 +259,7 @@ def test_a_step_without_a_rollout_time_is_named(run: Path, tmp_path: Path):
         verify(tmp_path)
 
 
-def test_a_run_without_policy_and_speculation_ran_none(run: Path):
+def test_a_run_without_policy_and_speculation_ran_none(run):
     trace = read(run / "trace")
     unnamed = trace.replace(steps=trace.steps.assign(policy=None))
     with refused(ConfigError):
@@ -270,7 +268,7 @@ def test_a_run_without_policy_and_speculation_ran_none(run: Path):
     assert {force.name for force in policies_in_force(unnamed.replace(iterations=plain)).values()} == {"none"}
 
 
-def test_named_policy_is_set_when_its_name_appears(run: Path, tmp_path: Path):
+def test_named_policy_is_set_when_its_name_appears(run, tmp_path):
     trace = read(run / "trace")
     names = ["ngram:4", "ngram:4", "explore", "explore", "none", "none"]
     trace.replace(steps=trace.steps.assign(policy=names)).write(tmp_path / "named")
@@ -296,13 +294,13 @@ class Mine(Selector):
 
 
 @pytest.fixture
-def foreign(tmp_path: Path, monkeypatch) -> Callable[[str], Path]:
+def foreign(tmp_path, monkeypatch):
     """Makes a small RUN whose policies.json names a class; the current folder has the module `own_policy`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "own_policy", raising=False)
     (tmp_path / "own_policy.py").write_text(OWN)
 
-    def make(path: str) -> Path:
+    def make(path):
         source = log_normal(prompts=3, group_size=2, rl_steps=4, median=40, cap=100, workers=1)
         path_of_run = record(tmp_path / "run", simulate(source, CHAIN, **SAMPLED).trace, CHAIN)
         told = json.loads((path_of_run / "policies.json").read_text())
@@ -313,7 +311,7 @@ def foreign(tmp_path: Path, monkeypatch) -> Callable[[str], Path]:
     return make
 
 
-def test_run_s_class_is_imported_only_when_allowed(foreign: Callable[[str], Path], capsys, tmp_path: Path):
+def test_run_s_class_is_imported_only_when_allowed(foreign, capsys, tmp_path):
     path, before = foreign("own_policy:Mine"), list(sys.path)
     code, out, err = typed(capsys, "verify", path, "--json")
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -331,7 +329,7 @@ def test_run_s_class_is_imported_only_when_allowed(foreign: Callable[[str], Path
     assert sys.path == before
 
 
-def test_module_of_python_is_never_imported_for_policy(foreign: Callable[[str], Path], capsys, monkeypatch):
+def test_module_of_python_is_never_imported_for_policy(foreign, capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "this", raising=False)
     path = foreign("this:Zen")
     code, out, err = typed(capsys, "verify", path, "--allow-code", "this")

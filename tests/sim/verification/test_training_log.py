@@ -2,7 +2,6 @@
 
 import json
 import numbers
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -19,26 +18,25 @@ from tltlab.importers.sources import read
 from tltlab.sim.simulate import simulate
 from tltlab.sim.verification.training_log import fit_log, is_log, verify_log
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.trace import Trace
 
 ENGINE = "vllm:H100:Llama-3.1-8B"
 NUM, CAP, WORKERS, LEVEL, OUTSIDE_S = 128, 4096, 4, 1.2, 5.0
 
 
-def console_line(step: int, metrics: dict[str, float]) -> str:
+def console_line(step, metrics):
     """verl's `LocalLogger`: `concat_dict_to_str` of utils/logger/aggregate_logger.py."""
     told = [f"{key}:{value:.3f}" for key, value in metrics.items() if isinstance(value, numbers.Number)]
     return " - ".join([f"step:{step}", *told])
 
 
-def lengths_of(step: int) -> np.ndarray:
+def lengths_of(step):
     """Their tail grows and shrinks, so that the longest says something."""
     rng = np.random.default_rng(step)
     return np.minimum(rng.exponential(150.0 * (1 + step % 5), NUM).astype(int) + 1, CAP)
 
 
 @pytest.fixture(scope="module")
-def metrics_of() -> dict[int, dict[str, float]]:
+def metrics_of():
     """RL steps of an engine at 1.2 times the profile's level, 5 s beside, and 2 % of noise."""
     found = {}
     for step in range(1, 25):
@@ -59,22 +57,22 @@ def metrics_of() -> dict[int, dict[str, float]]:
     return found
 
 
-def write(path: Path, *lines: str) -> Path:
+def write(path, *lines):
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
-def trace_of(folder: Path, metrics: dict[int, dict[str, float]]) -> Trace:
+def trace_of(folder, metrics):
     """What is read of a console log of these RL steps."""
     return read(write(folder / "x.log", *(console_line(step, row) for step, row in metrics.items())))
 
 
 @pytest.fixture
-def log(tmp_path: Path, metrics_of) -> Path:
+def log(tmp_path, metrics_of):
     return write(tmp_path / "verl.log", "INFO starting", *(console_line(s, m) for s, m in metrics_of.items()))
 
 
-def test_history_exported_from_wandb_shows_what_log_tells(log: Path, tmp_path: Path, metrics_of):
+def test_history_exported_from_wandb_shows_what_log_tells(log, tmp_path, metrics_of):
     history = tmp_path / "history.csv"
     pd.DataFrame([{"_step": step, **metrics} for step, metrics in metrics_of.items()]).round(3).to_csv(history)
     told = []
@@ -85,7 +83,7 @@ def test_history_exported_from_wandb_shows_what_log_tells(log: Path, tmp_path: P
     assert told[0] == told[1]
 
 
-def test_level_and_time_outside_are_distinguished(log: Path):
+def test_level_and_time_outside_are_distinguished(log):
     found = fit_log(read(log), ENGINE, WORKERS)
     assert found.terms["level"] == pytest.approx(LEVEL, rel=0.08)
     assert found.terms["outside_s"] == pytest.approx(OUTSIDE_S, rel=0.3)
@@ -95,7 +93,7 @@ def test_level_and_time_outside_are_distinguished(log: Path):
     assert found.costs.evidence.left_out["RL steps"][1] < 0.1
 
 
-def test_without_times_of_rollouts_rl_steps_are_predicted(tmp_path: Path, metrics_of):
+def test_without_times_of_rollouts_rl_steps_are_predicted(tmp_path, metrics_of):
     """As in TRL's logs."""
     keys = {"mean": "mean_length", "min": "min_length", "max": "max_length", "clip_ratio": "clipped_ratio"}
     rows = [
@@ -110,7 +108,7 @@ def test_without_times_of_rollouts_rl_steps_are_predicted(tmp_path: Path, metric
     assert later.json()["median_error"] < 0.05
 
 
-def test_without_costs_fitted_linear_costs_predict_well(log: Path):
+def test_without_costs_fitted_linear_costs_predict_well(log):
     found = fit_log(read(log), workers=WORKERS)
     assert isinstance(found.costs, LinearCosts)
     assert found.costs.base_s > 0
@@ -120,7 +118,7 @@ def test_without_costs_fitted_linear_costs_predict_well(log: Path):
         found.costs.iteration(Strategy.chain("learned", 3))
 
 
-def test_costs_of_a_log_simulate_its_rollouts(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_costs_of_a_log_simulate_its_rollouts(log, tmp_path, capsys):
     out = tmp_path / "costs.json"
     calibrate(log, out=out, log_costs=ENGINE, workers=WORKERS, stages_out=tmp_path / "stages.json", as_json=True)
     told = json.loads(capsys.readouterr().out)
@@ -139,7 +137,7 @@ def test_costs_of_a_log_simulate_its_rollouts(log: Path, tmp_path: Path, capsys:
         assert seconds[0] == pytest.approx(costs.level * seconds[1])
 
 
-def test_intervals_of_later_rl_steps_hold(log: Path):
+def test_intervals_of_later_rl_steps_hold(log):
     found = verify_log(read(log), costs=ENGINE, workers=WORKERS).json()
     assert found["num_steps"] == 18
     assert found["median_error"] < 0.05
@@ -150,7 +148,7 @@ def test_intervals_of_later_rl_steps_hold(log: Path):
     assert all(row["low_s"] < row["predicted_s"] < row["high_s"] for row in found["steps"])
 
 
-def test_what_comes_later_in_log_changes_no_prediction(tmp_path: Path, metrics_of):
+def test_what_comes_later_in_log_changes_no_prediction(tmp_path, metrics_of):
     whole, part = (
         verify_log(trace_of(tmp_path, dict(list(metrics_of.items())[:last])), workers=WORKERS).rows for last in (14, 10)
     )
@@ -158,7 +156,7 @@ def test_what_comes_later_in_log_changes_no_prediction(tmp_path: Path, metrics_o
     assert whole.iloc[: len(part)].equals(part)
 
 
-def test_gaps_resumed_steps_and_missing_keys_are_borne(tmp_path: Path, metrics_of):
+def test_gaps_resumed_steps_and_missing_keys_are_borne(tmp_path, metrics_of):
     """Killed after RL step 8 and resumed from 6; 12 was lost, 14 has no time, 15 no longest response."""
     first = [console_line(s, metrics_of[s] | {"timing_s/gen": 999.0}) for s in (7, 8)]
     second = {s: dict(metrics_of[s]) for s in range(7, 21) if s != 12}
@@ -172,7 +170,7 @@ def test_gaps_resumed_steps_and_missing_keys_are_borne(tmp_path: Path, metrics_o
     assert found["error"].abs().median() < 0.08
 
 
-def test_too_little_of_a_log_is_refused(tmp_path: Path, metrics_of, log: Path):
+def test_too_little_of_a_log_is_refused(tmp_path, metrics_of, log):
     with refused(ConfigError, naming=("7",)):
         verify_log(trace_of(tmp_path, {step: metrics_of[step] for step in (1, 2, 3, 4)}))
     with refused(ConfigError, naming=("2",)):
@@ -185,7 +183,7 @@ def test_too_little_of_a_log_is_refused(tmp_path: Path, metrics_of, log: Path):
         calibrate(log, out=tmp_path / "costs.json", spot_out=tmp_path / "spot.json")
 
 
-def test_speculation_is_part_of_what_a_log_identifies(tmp_path: Path, metrics_of):
+def test_speculation_is_part_of_what_a_log_identifies(tmp_path, metrics_of):
     spec = {s: m | {"spec_decode/mean_acceptance_length": 2.0 + s % 2} for s, m in metrics_of.items()}
     found = fit_log(trace_of(tmp_path, spec), workers=WORKERS)
     assert found.accept_length == pytest.approx(2.5)
@@ -193,7 +191,7 @@ def test_speculation_is_part_of_what_a_log_identifies(tmp_path: Path, metrics_of
 
 
 @pytest.mark.parametrize(("times", "where"), [(1.4, "RL steps 13-24"), (0.7, None)])
-def test_the_doctor_states_whether_drafts_lose_time(tmp_path: Path, metrics_of, times: float, where: str | None):
+def test_the_doctor_states_whether_drafts_lose_time(tmp_path, metrics_of, times, where):
     rows = {
         step: row | {"spec_decode/mean_acceptance_length": 2.0, "timing_s/gen": times * row["timing_s/gen"]}
         for step, row in metrics_of.items()

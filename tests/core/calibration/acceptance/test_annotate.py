@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.calibration.annotate import AcceptedLengths, DraftedBy, ReplayedDrafter, annotate, merged
-from tltlab.drafters.base import Draft, Drafter, Key
+from tltlab.drafters.base import Draft, Drafter
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.drafters.specs import TEXT
 from tltlab.errors import ConfigError
@@ -32,50 +31,50 @@ TINY = Path(__file__).resolve().parents[4] / "traces" / "tiny"
 class Copycat(Drafter):
     """Drafts how the longest other response to the same prompt continues from where the request is."""
 
-    def __init__(self) -> None:
-        self.texts: dict[Key, list[int]] = {}
-        self.log: list[tuple[object, ...]] = []
+    def __init__(self):
+        self.texts = {}
+        self.log = []
 
-    def begin(self, rl_step: int) -> None:
+    def begin(self, rl_step):
         self.log.append(("begin", rl_step))
 
-    def open(self, key: Key, tokens: Sequence[int]) -> None:
+    def open(self, key, tokens):
         self.texts[key] = []
         self.log.append(("open", key, len(tokens)))
 
-    def extend(self, key: Key, tokens: Sequence[int]) -> None:
+    def extend(self, key, tokens):
         self.texts[key] += tokens
 
-    def propose(self, key: Key, depth: int) -> Draft:
+    def propose(self, key, depth):
         others = [text for other, text in self.texts.items() if other[1] == key[1] and other != key]
         at = len(self.texts[key])
         tokens = max(others, key=len, default=[])[at : at + depth]
         return Draft(tokens, float(len(tokens)))
 
-    def observe(self, key: Key, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, key, num_drafted, num_accepted):
         self.log.append(("observe", key, num_drafted, num_accepted))
 
-    def close(self, key: Key) -> None:
+    def close(self, key):
         self.log.append(("close", key))
 
-    def forget(self) -> None:
+    def forget(self):
         self.texts.clear()
 
     @property
-    def memory_bytes(self) -> int:
+    def memory_bytes(self):
         return 0
 
 
-def response(sample: int, text: Sequence[int], times: Sequence[float], **fields: object) -> RecordedResponse:
+def response(sample, text, times, **fields):
     values = {"key": (0, "p", sample, 0), "worker": 0, "prompt_token_ids": [1, 2], "opened_s": 0.0} | fields
     return RecordedResponse(token_ids=list(text), times_s=np.asarray(times, float), **values)  # type: ignore[arg-type]
 
 
-def kept(drafter: Callable[[], Drafter], responses: Sequence[RecordedResponse], depth: int) -> list[list[int]]:
+def kept(drafter, responses, depth):
     return [row.tolist() for row in ReplayedDrafter(drafter).annotate(responses, depth)]
 
 
-def trace_of(texts: Sequence[Sequence[int]], **outcomes: object) -> Trace:
+def trace_of(texts, **outcomes):
     """One group of responses; `outcomes` are further columns, all else is unknown."""
     keys = pd.DataFrame({"rl_step": 0, "prompt_id": "p", "sample": range(len(texts)), "turn": 0})
     tables = {
@@ -184,7 +183,7 @@ def test_a_replay_is_what_fresh_drafters_propose(texts, depth, random):
 
 
 def test_rows_of_same_drafter_and_age_are_replaced():
-    def rows(age: int, depth: int):
+    def rows(age, depth):
         drafters = {DraftedBy("learned", age): ReplayedDrafter(NgramDrafter)}
         ((_, table),) = annotate(trace_of([[5, 6], [7]]), drafters, depth)
         return table
@@ -200,7 +199,7 @@ def tltlab(command):
 
 
 @pytest.fixture(scope="module")
-def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recording(tmp_path_factory):
     """Two RL steps of a recorded trace."""
     path = tmp_path_factory.mktemp("traces") / "tiny"
     read(TINY).select([0, 1]).write(path)
@@ -208,12 +207,12 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tiny(recording: Path, tmp_path: Path) -> Path:
+def tiny(recording, tmp_path):
     return Path(shutil.copytree(recording, tmp_path / "tiny"))
 
 
 def test_an_annotation_agrees_with_what_was_recorded(tltlab, tiny):
-    def others() -> dict[str, bytes]:
+    def others():
         return {p.name: p.read_bytes() for p in tiny.iterdir() if p.name not in ("acceptance.parquet", MANIFEST_FILE)}
 
     before, said = others(), read(tiny).manifest
@@ -260,7 +259,7 @@ def test_a_failed_annotation_leaves_the_trace_alone(tltlab, tiny, monkeypatch):
     tltlab("annotate", tiny, "--drafter", "ngram")
     before = {p.name: p.read_bytes() for p in tiny.iterdir()}
 
-    def fail(*args: object) -> None:
+    def fail(*args):
         raise ConfigError("no more")
 
     monkeypatch.setattr(AcceptedLengths, "add", fail)
@@ -285,7 +284,7 @@ def test_a_failed_annotation_leaves_the_trace_alone(tltlab, tiny, monkeypatch):
         ("ngram --max-depth 256", "255"),
     ],
 )
-def test_what_makes_no_sense_is_refused(text: str, fact: str, tltlab, tiny):
+def test_what_makes_no_sense_is_refused(text, fact, tltlab, tiny):
     code, out, err = tltlab("annotate", tiny, "--drafter", *text.split(" "))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert fact in err
