@@ -46,7 +46,6 @@ QUICK = """
     tltlab simulate my-trace --workers 16 --costs h100-qwen2.5-32b-tp4 --acceptance tlt-qwen2.5-32b --strategy 8,8,32 --sd-threshold 32 --stages h100x64-qwen2.5-32b --gpus-per-worker 4
     tltlab compare my-trace --costs h100-qwen2.5-7b --policies none,table,beg-mab --acceptance geometric:0.7 --decision-block 32
     tltlab simulate traces/reasoning-32k --costs h100-qwen2.5-7b
-    tltlab calibrate traces/tiny --out costs.json --kind table
     tltlab calibrate traces/tiny --out costs.json --acceptance siblings --stages-out stages.json
     tltlab calibrate traces/h100-smoke --out costs.json
     tltlab timeline traces/h100-smoke --out timeline.png

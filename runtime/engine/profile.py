@@ -198,7 +198,7 @@ def held_out_error(table: pd.DataFrame, rng: np.random.Generator) -> float | Non
     rows = measured_rows(decoding)
     held_out = rows.where(is_held_out)
     try:
-        predicted = cost_table.fit(rows.where(~is_held_out), recorded=False).costs.predict(held_out)
+        predicted = cost_table.fit(rows.where(~is_held_out)).costs.predict(held_out)
     except ConfigError:
         return None
     return float(np.median(np.abs(predicted / held_out.seconds - 1.0)))

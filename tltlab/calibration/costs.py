@@ -75,12 +75,13 @@ def fit_of(kind: str, hardware: Hardware | None, *, recorded: bool) -> Fit:
         if hardware is None:
             raise ConfigError("a roofline needs GPU, model and tp, for example --gpu H100 --model Qwen2.5-32B --tp 4")
         return partial(roofline.fit, hardware=hardware, recorded=recorded)
-    if hardware is not None and (kind == "linear" or recorded):
-        subject = "linear costs" if kind == "linear" else "a table of a trace"
-        raise ConfigError(f"{subject} have no use for GPU, model and tp: leave these out, or take --kind roofline")
-    if kind == "linear":
-        return partial(linear.fit, recorded=recorded)
-    return partial(table.fit, hardware=hardware, recorded=recorded)
+    if kind == "table" and recorded:
+        raise ConfigError("a table is made of measured iterations (`tltlab profile`): for a trace take roofline")
+    if kind == "table":
+        return partial(table.fit, hardware=hardware)
+    if hardware is not None:
+        raise ConfigError("linear costs have no use for GPU, model and tp: leave these out, or take --kind roofline")
+    return partial(linear.fit, recorded=recorded)
 
 
 def fit_trace(

@@ -27,9 +27,9 @@ from tltlab.strategy import Strategy
 
 from .base import CostModel, Fitted, IterationCost, Seconds, padded
 from .evidence import CalibratedRange
-from .linear import LEVELS, measured_drafting
+from .linear import measured_drafting
 from .roofline import Hardware, rounded_max
-from .samples import Iterations, band, non_negative, robust_fit
+from .samples import Iterations, non_negative
 
 LEAST_S = 1e-9
 DIP = 0.05
@@ -291,50 +291,15 @@ def _running_maximum(axis: str, at: list[float], name: str, values: list[float])
     return monotone
 
 
-def fit(rows: Iterations, hardware: Hardware | None = None, *, recorded: bool) -> Fitted:
-    """A table of a recorded trace, or of measured iterations to which a roofline may give its shape between the knots.
+def fit(rows: Iterations, hardware: Hardware | None = None) -> Fitted:
+    """A table of measured iterations, to which a roofline may give its shape between the knots.
 
-    The knots of a trace are at powers of four of batch and of tokens. It is robust to outliers as linear costs are,
-    with the same split of an iteration into verification and drafting.
-
-    Measured iterations that prefilled nothing have one non-negative least-squares fit of relative errors, in which
-    times can only grow with tokens, with batch and with context: noise that falls is smoothed. Drafting is a base and a
-    time per level, so depths between those that were measured are interpolated. Prefill is the median over the rows
-    that have it of the seconds that the rest of the iteration leaves. Raises ConfigError for a single context per
-    batch, which shows nothing of attention.
+    Iterations that prefilled nothing have one non-negative least-squares fit of relative errors, in which times can
+    only grow with tokens, with batch and with context: noise that falls is smoothed. Drafting is a base and a time per
+    level, so depths between those that were measured are interpolated. Prefill is the median over the rows that have it
+    of the seconds that the rest of the iteration leaves. Raises ConfigError for a single context per batch, which shows
+    nothing of attention.
     """
-    costs = _recorded(rows) if recorded else _measured(rows, hardware)
-    return Fitted(costs=costs, predicted_s=costs.predict(rows))
-
-
-def _recorded(rows: Iterations) -> TableCosts:
-    forward_at, batch_at = _knots(rows.verified), _knots(rows.batch)
-    # One slope for all batches: on recorded traces a slope for each predicts other RL steps worse.
-    columns = forward_columns(rows.verified, forward_at) | {"per_context_s": rows.context}
-    columns |= _ramps("fixed", rows.batch, batch_at)
-    columns |= {"sd_base_s": rows.spec.astype(np.float64), "prefill_per_token_s": rows.prefill}
-    # An iteration that prefills is of no other regime, speculative or not.
-    coefficients = robust_fit(columns, rows.seconds - rows.draft_s, rows.group, rows.block).coefficients
-    terms: dict[str, float | None] = {"prefill_per_token_s": coefficients["prefill_per_token_s"]}
-    notes = []
-    if coefficients["prefill_per_token_s"] is None:
-        notes.append("no iteration prefilled: prefill_per_token_s is null")
-    if rows.spec.any():
-        terms |= _drafting_terms(rows)
-        terms["sd_base_s"] = (coefficients["sd_base_s"] or 0.0) + (terms["sd_base_s"] or 0.0)
-        if not ((rows.next_depth > 0) & (rows.draft_s > 0)).any():
-            notes.append("drafting time was not recorded apart: it is inside sd_base_s and forward, levels are 0")
-        idle = rows.draft_s[~rows.spec & (rows.draft_s > 0) & (rows.next_depth == 0)]
-        terms["sd_idle_s"] = float(idle.mean()) if len(idle) else 0.0
-        if not len(idle):
-            notes.append("what a loaded drafter costs in plain decoding was not recorded apart: sd_idle_s is written 0")
-    else:
-        notes.append("nothing was speculated: the drafting terms are null")
-    slopes = np.full_like(batch_at, coefficients["per_context_s"] or 0.0)
-    return _made(coefficients, forward_at, batch_at, slopes, rows, notes, terms)
-
-
-def _measured(rows: Iterations, hardware: Hardware | None) -> TableCosts:
     costs = _decoding(rows.where(rows.prefill == 0), hardware)
     prefilled = rows.where(rows.prefill > 0)
     if len(prefilled):
@@ -343,7 +308,8 @@ def _measured(rows: Iterations, hardware: Hardware | None) -> TableCosts:
         update: dict[str, Any] = {"prefill_per_token_s": each_s}
     else:
         update = {"notes": (*costs.notes, "no iteration prefilled: prefill_per_token_s is null")}
-    return costs.model_copy(update=update)
+    costs = costs.model_copy(update=update)
+    return Fitted(costs=costs, predicted_s=costs.predict(rows))
 
 
 def _decoding(rows: Iterations, hardware: Hardware | None) -> TableCosts:
@@ -367,25 +333,6 @@ def _decoding(rows: Iterations, hardware: Hardware | None) -> TableCosts:
     terms = measured_drafting(coefficients, notes) if drafts else {}
     slopes = _values_at(coefficients, "context", np.concatenate([[0.0], batch_at]))[1:] / batch_at
     return _made(coefficients, forward_at, batch_at, slopes, rows, notes, {**terms, "roofline": hardware})
-
-
-def _drafting_terms(rows: Iterations) -> dict[str, float | None]:
-    zeros: dict[str, float | None] = dict.fromkeys(LEVELS, 0.0)
-    drafting = (rows.next_depth > 0) & (rows.draft_s > 0)
-    if not drafting.any():
-        return zeros
-    depth, batch = rows.next_depth[drafting], rows.batch[drafting]
-    columns = {"draft_level_s": depth, "draft_level_per_request_s": depth * batch, "sd_base_s": np.ones_like(depth)}
-    coefficients = robust_fit(columns, rows.draft_s[drafting], band(batch), rows.block[drafting]).coefficients
-    return zeros | {name: value or 0.0 for name, value in coefficients.items()}
-
-
-def _knots(values: Floats) -> Floats:
-    """The ends, and the powers of four that are not near one."""
-    low, high = max(1.0, float(values.min())), float(values.max())
-    powers = 4.0 ** np.arange(0, 10)
-    inside = powers[(powers > 1.4 * low) & (1.4 * powers < high)]
-    return np.unique(np.concatenate([[low], inside, [high]]))
 
 
 def forward_columns(tokens: Floats, knots: Floats) -> dict[str, Floats]:
