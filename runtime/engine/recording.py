@@ -30,7 +30,7 @@ from tltlab.traces.schema import Manifest, Row, columns, is_trace, key_columns
 from .control import Control
 from .guard import FAULTS, Guard
 from .requests import LiveRequest, Observer
-from .tracker import NEWEST, Clock, EndedIterations
+from .tracker import NEWEST, Clock, EndedIterations, Iteration
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -449,18 +449,23 @@ class LiveRecording(Observer):
     def _append_waiting(self) -> int:
         num_bytes = 0
         rows: defaultdict[str, list[Row]] = defaultdict(list)
-        while self._queue:
+        ended: defaultdict[tuple[int, int, float], list[Iteration]] = defaultdict(list)
+        # What an engine gives meanwhile waits for the next flush: a fast one would never leave the queue empty.
+        for _ in range(len(self._queue)):
             try:
                 item, size = self._queue.popleft()
             except IndexError:  # the engine has cleared the queue meanwhile
                 break
             num_bytes += size
             if isinstance(item, EndedIterations):
-                for name, table in zip(("iterations", "decisions"), item.tables(), strict=True):
-                    self._recorder.append(name, table)
+                ended[item.rl_step, item.worker, item.origin] += item.ended
                 continue
             for name, row in item.items():
                 rows[name].append(row)
+        for rollout, iterations in ended.items():
+            tables = EndedIterations(*rollout, iterations).tables()
+            for name, table in zip(("iterations", "decisions"), tables, strict=True):
+                self._recorder.append(name, table)
         for fields in rows.pop(_MANIFEST, []):
             self._recorder.set_manifest(**fields)
         for name, table_rows in rows.items():

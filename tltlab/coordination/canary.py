@@ -240,7 +240,7 @@ class Canary:
 
     def _look(self) -> None:
         self._looks += 1
-        if bdtr(self.counts.first_kept, self.counts.drafts, self.bound) <= FALSE_ALARM / 2**self._looks:
+        if bdtr(self.counts.first_kept, self.counts.drafts, self.bound) <= FALSE_ALARM * 0.5**self._looks:
             self.trusted = False
             self._next_look = 0
             self._judge("collapsed")
@@ -352,7 +352,7 @@ class Alarm:
         known = window.before[1] >= LEAST_DRAFTS
         rate = window.rate if known else ASSUMED if has_network else 0.0
         chance = float(bdtr(window.kept, window.drafts, COLLAPSE * rate))
-        sure = chance <= FALSE_ALARM / 2**window.looks
+        sure = chance <= FALSE_ALARM * 0.5**window.looks
         if not sure or (window.kept and not (known and has_network)):
             if window.kept > COLLAPSE * rate * window.drafts:
                 window.collapsed = ""

@@ -238,3 +238,10 @@ def test_half_the_acceptance_raises_no_alarm():
     for _ in range(300):
         engine.drafts(256, 0.4).happens("up").drafts(256, 0.2).idle().happens("down")
     assert engine.said == []
+
+
+def test_an_engine_that_falls_idle_thousands_of_times_is_looked_at():
+    engine = Engine().drafts(256, 0.6)
+    for _ in range(1200):
+        engine.drafts(64, 0.6).idle()
+    assert engine.said == []

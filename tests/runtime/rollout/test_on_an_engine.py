@@ -110,7 +110,7 @@ def test_tokens_have_logprobs_of_policy_that_drew_them(engine, versions):
     for rl_step in range(5):
         got = partial.collect(tools(engine, versions, rl_step, rl_step))
         assert len(got.trajectories) >= 4
-        assert max(row["batch"] for row in got.parts[0].iterations) <= CONCURRENCY
+        assert max(got.parts[0].iterations["batch"].to_pylist()) <= CONCURRENCY
         for t in got.trajectories:
             exact = {v: versions.rows(v, t.prompt.token_ids, t.token_ids) for v in set(t.token_versions)}
             spans += len(exact) > 1
