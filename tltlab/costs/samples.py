@@ -107,8 +107,6 @@ def chosen(record: _Record, mask: Flags | Ints) -> _Record:
     return replace(record, **{name: rows[mask] for name, rows in arrays if isinstance(rows, np.ndarray)})
 
 
-
-
 @frozen
 class RobustFit:
     """Coefficients per column, None where the data do not separate the column from those before it.
