@@ -76,7 +76,9 @@ def fit_of(kind: str, hardware: Hardware | None, *, recorded: bool) -> Fit:
             raise ConfigError("a roofline needs GPU, model and tp, for example --gpu H100 --model Qwen2.5-32B --tp 4")
         return partial(roofline.fit, hardware=hardware, recorded=recorded)
     if kind == "table" and recorded:
-        raise ConfigError("a table is made of measured iterations (`tltlab profile`): for a trace take roofline")
+        raise ConfigError(
+            "a table is made of measured iterations (`tltlab profile`): of a recorded trace take linear or roofline"
+        )
     if kind == "table":
         return partial(table.fit, hardware=hardware)
     if hardware is not None:
