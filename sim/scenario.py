@@ -146,7 +146,7 @@ class Scenario(SimulationConfig):
         policies = list(policies)
         own = {name: spec for policy in policies for name, spec in policy.drafters.items()}
         if self.acceptance.drafters:
-            known = self.registry.beside(own)
+            known = self.registry.joined(own)
             for name in self.acceptance.drafters if isinstance(self.acceptance, PerDrafter) else ():
                 assert known[name]
             return
@@ -154,7 +154,7 @@ class Scenario(SimulationConfig):
 
     def check_drafters(self, names: Collection[str], own: Mapping[str, DrafterSpec] = {}) -> None:
         """ConfigError where one model would serve drafters of different kinds among these."""
-        refuse_one_for_several(self.acceptance, self.acceptance_name, names, self.registry.beside(own))
+        refuse_one_for_several(self.acceptance, self.acceptance_name, names, self.registry.joined(own))
 
     def rollouts(self, policy: Policy, **options: Any) -> tuple[SimulatedRollout, ...]:
         """Simulate every RL step under a policy, see `each_rollout`."""
@@ -244,7 +244,7 @@ class Scenario(SimulationConfig):
         """
         used: dict[str, DrafterTraits] = {}
         for title, policy in policies.items():
-            drafters = self.registry.beside(policy.drafters)
+            drafters = self.registry.joined(policy.drafters)
             try:
                 drafters.check(policy.strategies)
             except ConfigError as error:

@@ -397,8 +397,8 @@ def check_costs(source: Callable[[], CostModel] | type[CostModel] | CostModel) -
                 assert math.isclose(cost.seconds(batch, context), linear, rel_tol=1e-9, abs_tol=1e-15), (
                     f"seconds is not without_context_s + context_slope_s * context at context {context:g} {about}"
                 )
-            beside_s = cost.beside_s(batch, 100.0, 0.5)
-            assert 0 <= beside_s <= 0.5, f"beside_s must be between 0 and apart_s = 0.5, got {beside_s} {about}"
+            added_s = cost.added_s(batch, 100.0, 0.5)
+            assert 0 <= added_s <= 0.5, f"added_s must be between 0 and apart_s = 0.5, got {added_s} {about}"
     whole_s, parts_s = costs.prefill_s(300.0), costs.prefill_s(100.0) + costs.prefill_s(200.0)
     assert 0 <= whole_s < math.inf, f"prefill_s must be 0 or more, got {whole_s}"
     assert math.isclose(whole_s, parts_s, rel_tol=1e-9), f"chunks of a prompt take {parts_s} s, the whole {whole_s} s"

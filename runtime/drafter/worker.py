@@ -132,7 +132,7 @@ class SpotTrainer:
         self._heldout: deque[TrainingSequence] = deque(maxlen=MOST_HELD_OUT)
         self._prompts: OrderedDict[tuple[int, str], TrainingSequence] = OrderedDict()
         self._prompt_bytes = 0
-        self._most_beside = config.buffer.beside_bytes
+        self._most_extra = config.buffer.extra_bytes
         self._published: OrderedDict[int, tuple[int, DrafterHead]] = OrderedDict()
         self._rows: list[Row] = []
         self._token_s = 0.0
@@ -353,7 +353,7 @@ class SpotTrainer:
 
     def _hold_out(self, sequence: TrainingSequence) -> None:
         self._heldout.append(sequence)
-        while len(self._heldout) > 1 and _nbytes(self._heldout) > self._most_beside:
+        while len(self._heldout) > 1 and _nbytes(self._heldout) > self._most_extra:
             self._heldout.popleft()
 
     def _with_prompt(self, sequence: TrainingSequence) -> TrainingSequence:
@@ -365,7 +365,7 @@ class SpotTrainer:
                 rows = min(sequence.prompt_tokens, sequence.num_rows)
                 self._prompts[prompt] = sequence.stretch(0, rows).on_host()
                 self._prompt_bytes += self._prompts[prompt].nbytes
-                while len(self._prompts) > 1 and self._prompt_bytes > self._most_beside:
+                while len(self._prompts) > 1 and self._prompt_bytes > self._most_extra:
                     self._prompt_bytes -= self._prompts.popitem(last=False)[1].nbytes
             return sequence
         sibling, start = self._prompts.get(prompt), sequence.first_position

@@ -128,15 +128,15 @@ class DrafterPool(Mapping[str, DrafterState]):
     (`feed`), and at the end. A drafter that no strategy asks costs nothing.
 
     `drafters` are specs or `Drafter` objects, by default `ngram` and `suffix`. At most one is learned; it does not
-    serve until the canary trusts it. `max_depth` is the deepest draft the engine was built for. Without `beside` drafts
-    come only from an engine's workers. ConfigError for drafters that cannot run together.
+    serve until the canary trusts it. `max_depth` is the deepest draft the engine was built for. Without
+    `on_host` drafts come only from an engine's workers. ConfigError for drafters that cannot run together.
     """
 
     def __init__(
-        self, drafters: Mapping[str, DrafterSpec | Drafter] | None, max_depth: int, *, beside: bool = True
+        self, drafters: Mapping[str, DrafterSpec | Drafter] | None, max_depth: int, *, on_host: bool = True
     ) -> None:
         self.max_depth = max_depth
-        self.beside = beside
+        self.on_host = on_host
         self._rl_step = -1
         self._fresh = True
         self.specs = dict(DEFAULT_DRAFTERS if drafters is None else drafters)
@@ -228,8 +228,8 @@ class DrafterPool(Mapping[str, DrafterState]):
             raise ConfigError(f"strategy {strategy}: {complaint}")
 
     def runs(self, name: str) -> bool:
-        """Return True if drafter `name` can be used: model-free drafters need `beside`."""
-        return self.beside or not any(self._is_model_free(part) for part in self._parts(name))
+        """Return True if drafter `name` can be used: model-free drafters need `on_host`."""
+        return self.on_host or not any(self._is_model_free(part) for part in self._parts(name))
 
     def has_network(self, name: str) -> bool:
         """Return True if drafter `name` has a network, as every vLLM method but n-grams and suffixes has."""

@@ -93,13 +93,13 @@ class Engine:
             model,
             attachment=attachment.model_dump(mode="json"),
             planned=engine_settings(speculative_config(self.drafters, max_draft_depth), graphs),
-            beside=any(traits[name].made_by == "engine" for name in self.drafters),
+            on_host=any(traits[name].made_by == "engine" for name in self.drafters),
             seed=seed,
             vllm_args=vllm_args or {},
         )
         scheduler = adapter.scheduler_of(self.llm)
         scheduler.control = Control(self._pool, worker=worker, overlapped=scheduler.control.overlapped)
-        self._pool.beside = takes_drafts
+        self._pool.on_host = takes_drafts
         self.weights = adapter.WeightUpdates(self.llm)
 
     @property

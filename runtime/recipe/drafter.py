@@ -135,7 +135,7 @@ class BufferConfig(FrozenModel):
     carried_share: Share = 0.5
 
     @property
-    def beside_bytes(self) -> int:
+    def extra_bytes(self) -> int:
         """Most bytes of held-out sequences, and of prompts kept for other samples, each."""
         return self.max_bytes // 8
 

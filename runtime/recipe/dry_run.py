@@ -334,7 +334,7 @@ def _drafter(sizes: MemorySizes, table: MemoryPlan) -> None:
     per_step = ceil(sizes.responses / sizes.recipe.rollout.num_workers) * response
     buffer = min(config.buffer.max_bytes, per_step * config.buffer.rl_steps)
     on_host("drafter buffer", buffer, "drafter.buffer.max_bytes, or all states of its RL steps")
-    held_out = 2 * min(config.buffer.beside_bytes, per_step)
+    held_out = 2 * min(config.buffer.extra_bytes, per_step)
     on_host("drafter, held out", held_out, "held-out sequences and prompts: an 8th of the buffer each")
     on_host("drafter, annotated", min(config.annotate * response, per_step), f"{config.annotate} responses' states")
     on_host("drafter checkpoint", 12 * head, "12 bytes x the head's parameters, staged")

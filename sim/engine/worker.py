@@ -337,10 +337,10 @@ class Worker:
             scheduler.evict(room_tokens - macro.tokens)
         noise = None if self.noise is None else self._add_noise(self.noise, macro)
         beside = min(chunk * macro.num_iterations, scheduler.prefill_left_tokens) if chunk else 0.0
-        beside_s = self._beside_s(macro, beside) if beside else 0.0
+        added_s = self._added_s(macro, beside) if beside else 0.0
         # The first iteration also prefills its chunk.
-        first_s = start_s + switch_s + prefill_s + (macro.first_s + beside_s / macro.num_iterations)
-        prefill_s, prefill_tokens = prefill_s + beside_s, up_front + beside
+        first_s = start_s + switch_s + prefill_s + (macro.first_s + added_s / macro.num_iterations)
+        prefill_s, prefill_tokens = prefill_s + added_s, up_front + beside
         # Keywords would double the time that an entry takes.
         entry = LogEntry(
             start_s, switch_s, prefill_s, prefill_tokens, beside,
@@ -423,11 +423,11 @@ class Worker:
                     self.scheduler.cached_tokens[following] = cached
                 heapq.heappush(self.away, (back_s, following))
 
-    def _beside_s(self, macro: MacroStep, tokens: float) -> float:
+    def _added_s(self, macro: MacroStep, tokens: float) -> float:
         """Seconds that prompts of so many tokens add to a macro-step, whose iterations share them evenly."""
         each = tokens / macro.num_iterations
         apart_s = self.simulator.costs.prefill_s(each)
-        return macro.num_iterations * macro.regime.cost.beside_s(macro.batch, each, apart_s)
+        return macro.num_iterations * macro.regime.cost.added_s(macro.batch, each, apart_s)
 
     def _until(self, regime: Regime, seconds: float) -> float:
         """Iterations until this much time has passed: n f + g n (n - 1) / 2 >= seconds, with the expected growth."""

@@ -654,7 +654,7 @@ def _case(
 ) -> TuningCase:
     """Return the RL steps of a trace under the settings; `brought` are drafters that further candidates bring along."""
     scenario = Scenario.of(trace, config, rl_steps=rl_steps)
-    scenario = replace(scenario, registry=scenario.registry.beside(brought))
+    scenario = replace(scenario, registry=scenario.registry.joined(brought))
     return TuningCase(name=str(trace.manifest.name or f"trace {at}"), trace=at, scenario=scenario)
 
 

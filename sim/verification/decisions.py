@@ -137,7 +137,7 @@ def _played(trace: Trace, span: Sequence[int], force: ActivePolicy) -> list[Simu
     drafting = iterations.loc[iterations["draft_depth"] > 0, "draft_duration"]
     overlapped = len(drafting) > 0 and bool(drafting.isna().all())
     selectors: list[Selector] = [force.policy.build(np.random.default_rng(words)) for words in force.entropy(workers)]
-    registry = trace.drafters.beside(force.policy.drafters)
+    registry = trace.drafters.joined(force.policy.drafters)
     for selector in selectors:
         selector.drafts_with(registry)
     recorded = trace.decisions[trace.decisions["rl_step"].isin(list(span))]

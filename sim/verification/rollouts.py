@@ -322,17 +322,17 @@ class _Prediction(RecordedRun):
     def row(self, force: ActivePolicy, step: int, measured_s: float) -> dict[str, Any]:
         """The RL step's row of `Verification.rows`."""
         rl_steps = self.trace.rl_steps
-        fit_on, costs, accepted, beside_s = self._fitted([s for s in rl_steps if s != step], force.policy, step)
+        fit_on, costs, accepted, outside_s = self._fitted([s for s in rl_steps if s != step], force.policy, step)
         # Only a policy that learns or draws lots has a past that matters.
         since = step if is_memoryless(force.policy) else force.since
         past = self._scenario([s for s in rl_steps if since <= s <= step], costs, accepted)
         makespan_s = float(np.mean([last_s(cell) for cell in self.cells(force, past)]))
-        predicted_s = makespan_s + beside_s
+        predicted_s = makespan_s + outside_s
         rows, ratio = self.timed(costs, [step]), float("nan")
         plain = rows[(rows["draft_depth"] == 0) & (rows["prefill_tokens"] == 0)]
         if len(plain) >= FEWEST_PLAIN:
             ratio = _speed(plain, self.timed(costs, fit_on))
-        scaled_s = makespan_s * ratio + beside_s
+        scaled_s = makespan_s * ratio + outside_s
         busiest = rows[["worker", "duration", "predicted"]].groupby("worker").sum().sort_values("duration").iloc[-1]
         forecast_s, forecast_low_s, forecast_high_s = self._forecast(force, step)
         return {
@@ -401,7 +401,7 @@ class _Prediction(RecordedRun):
         try:
             if len(earlier) < 2:
                 raise ConfigError("history is too short")
-            fit_on, costs, accepted, beside_s = self._fitted(earlier, force.policy, step)
+            fit_on, costs, accepted, outside_s = self._fitted(earlier, force.policy, step)
         except ConfigError:
             return (float("nan"),) * 3
         rng = np.random.default_rng([self.seed, step])
@@ -414,7 +414,7 @@ class _Prediction(RecordedRun):
             last_s(replace(cell, scenario=replace(cell.scenario, steps=(requests,))))
             for cell, requests in zip(cells, drawn, strict=False)
         ]
-        median, low, high = np.percentile(makespans_s, (50, *INTERVAL)) + beside_s
+        median, low, high = np.percentile(makespans_s, (50, *INTERVAL)) + outside_s
         return float(median), float(low), float(high)
 
 

@@ -357,7 +357,7 @@ BROKEN_COSTS = {
     "more than without_context_s": cost_model("without_context_s", lambda s: 1e-9),
     "drafts nothing": lambda: Drafting(**SECONDS),
     "seconds is not": cost_model("seconds", lambda s: s + 1.0),
-    "beside_s": cost_model("beside_s", lambda s: s + 1.0),
+    "added_s": cost_model("added_s", lambda s: s + 1.0),
 }
 
 

@@ -100,10 +100,10 @@ def recorded_updates(table: pd.DataFrame) -> dict[int, int]:
 
 
 def _periods(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row per group: its `updates`, `train_s` of its longest member and `beside_s`, that of all others together."""
+    """A row per group: its `updates`, `train_s` of its longest member and `others_s`, that of all others together."""
     by = rows.groupby(["rl_step", "term"], as_index=False)
     periods = by.agg(train_s=("train_s", "max"), total_s=("train_s", "sum"), updates=("updates", "max"))
-    return periods.assign(beside_s=periods["total_s"] - periods["train_s"])
+    return periods.assign(others_s=periods["total_s"] - periods["train_s"])
 
 
 def _rate(periods: pd.DataFrame) -> tuple[float, float]:
@@ -114,7 +114,7 @@ def _rate(periods: pd.DataFrame) -> tuple[float, float]:
     trained = periods[periods["train_s"] > 0]
     if trained["updates"].sum() <= 0:
         raise ConfigError("spot_training.parquet has updates, but no seconds of training that they took")
-    seconds, updates = trained[["train_s", "beside_s"]].to_numpy(np.float64), trained["updates"].to_numpy(np.float64)
+    seconds, updates = trained[["train_s", "others_s"]].to_numpy(np.float64), trained["updates"].to_numpy(np.float64)
     if np.ptp(seconds[:, 1] / seconds[:, 0]) > _SIZES:
         weight = 1.0 / np.sqrt(seconds[:, 0])
         alone, beside = np.linalg.lstsq(weight[:, None] * seconds, weight * updates)[0].tolist()
@@ -136,8 +136,8 @@ def _pauses(rows: pd.DataFrame) -> tuple[float, float]:
 
 
 def _residuals(periods: pd.DataFrame, rate: float, efficiency: float) -> pd.DataFrame:
-    sums = periods.groupby("rl_step")[["train_s", "beside_s", "total_s", "updates"]].sum()
-    predicted = rate * (sums["train_s"] + efficiency * sums["beside_s"])
+    sums = periods.groupby("rl_step")[["train_s", "others_s", "total_s", "updates"]].sum()
+    predicted = rate * (sums["train_s"] + efficiency * sums["others_s"])
     return pd.DataFrame(
         {
             "num_periods": periods.groupby("rl_step").size(),

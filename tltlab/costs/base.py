@@ -51,7 +51,7 @@ class CostModel(Coefficients, StoredModel, ABC):
 
     `kv_capacity_tokens`, `max_num_seqs` and `max_num_batched_tokens` are per worker, None unlimited. The last is the
     tokens that an iteration may compute: with it prompts are prefilled in chunks during decoding, which itself is not
-    cut, at the cost `IterationCost.beside_s`. `graph_sizes` pads an iteration's tokens up to the next size, beyond
+    cut, at the cost `IterationCost.added_s`. `graph_sizes` pads an iteration's tokens up to the next size, beyond
     the largest nothing is padded. `switch_s` is what it takes to bring speculation in after plain decoding, once in a
     rollout: the drafter then stays loaded (`sd_idle_s`). `outside_s` is what a rollout takes before its first
     iteration, and beside all of them: starting, collecting. `calibrated` is the range of the fit's data, `noise` the
@@ -148,7 +148,7 @@ class IterationCost(ABC):
     def draft_s(self, batch: int) -> float:
         """The drafting part of `without_context_s`."""
 
-    def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
+    def added_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
         """Seconds that `prompt_tokens` add to the iteration that also computes them; by themselves they take `apart_s`.
 
         At most `apart_s`, and at least so many that the iteration takes as long as the prompts by themselves.

@@ -352,7 +352,7 @@ class RooflineIteration(IterationCost):
         forward = float(forward_s(self.ideal, self.constants, tokens=tokens, batch=batch))
         return forward + self.once_s + self.sample_token_s * batch * self.tokens_to_verify + self.draft_s(batch)
 
-    def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
+    def added_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
         """Nearly nothing while reading the weights bounds the iteration; experts that only prompts touch are read."""
         tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
         return min(
@@ -418,7 +418,7 @@ class RooflineRows:
     def iteration_s(self, c: Constants, context: Floats) -> Floats:
         seconds = self.forward_s(c, self.batch, self.verified, context) + self.drafting_s(c)
         if self.prefill.any():
-            # As `RooflineIteration.beside_s` has it: prompts ride where reading weights bounds the iteration.
+            # As `RooflineIteration.added_s` has it: prompts ride where reading weights bounds the iteration.
             added = added_prefill_s(self.ideal, c, tokens=self.batch * self.verified, prompt_tokens=self.prefill)
             seconds = seconds + np.minimum(added, prefill_token_s(self.ideal, c) * self.prefill)
         return np.asarray(seconds, np.float64)

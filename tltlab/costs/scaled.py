@@ -110,5 +110,5 @@ class ScaledIteration(IterationCost):
             return self.level * self.overhead * self.cost.draft_s(batch)
         return self.level * self.overhead * self.draft_passes * self.plain.without_context_s(batch)
 
-    def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
-        return self.level * self.cost.beside_s(batch, prompt_tokens, apart_s / self.level)
+    def added_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
+        return self.level * self.cost.added_s(batch, prompt_tokens, apart_s / self.level)

@@ -243,7 +243,7 @@ class TableIteration(IterationCost):
     tokens_to_verify: float
     graph_sizes: tuple[int, ...] = ()
 
-    def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
+    def added_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
         """By the forward's curve where a roofline shapes it: a line through knots does not extrapolate so far."""
         if not isinstance(self.forward, Utilisation):
             return apart_s

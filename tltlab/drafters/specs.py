@@ -229,7 +229,7 @@ class Drafters(Mapping[str, DrafterTraits]):
     def __hash__(self) -> int:
         return hash(frozenset(self._known))
 
-    def beside(self, specs: Mapping[str, DrafterSpec]) -> Drafters:
+    def joined(self, specs: Mapping[str, DrafterSpec]) -> Drafters:
         """The same with further drafters, which replace those of their names."""
         both = Drafters()
         both._known = {**self._known, **specs}

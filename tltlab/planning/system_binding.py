@@ -171,7 +171,7 @@ def bind(system: System, costs: CostModel, acceptance: Acceptance | None, drafte
     where no learned one is known; a curve fitted to a learned drafter's trees never serves them. A known model-free
     drafter replaces an unknown one, as stated in `stand_ins`. `drafters` has the traits of those in the acceptance.
     """
-    drafters = drafters.beside(dict(system.specs))
+    drafters = drafters.joined(dict(system.specs))
     if not system.drafters:
         policy = system.policy(lambda ladder_step: (), costs)
         return BoundSystem(system=system, policy=policy, acceptance=None, spot=None, assumptions=system.assumptions)

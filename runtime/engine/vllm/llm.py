@@ -46,21 +46,21 @@ def start(
     *,
     attachment: Mapping[str, Any],
     planned: Mapping[str, Any],
-    beside: bool,
+    on_host: bool,
     seed: int,
     vllm_args: Mapping[str, Any],
 ) -> tuple[Any, bool]:
     """Start a `vllm.LLM` with the policy scheduler; return it, and True if it takes drafts. ConfigError if it fails.
 
     `vllm_args` override the `planned` arguments and the defaults here, those of `compilation_config` one by one. With
-    `beside` drafts are made next to the scheduler too, which only the V1 model runner takes. With a
+    `on_host` drafts are made next to the scheduler too, which only the V1 model runner takes. With a
     tensor_parallel_size above 1 the model runs in as many processes below the engine core's. `enable_sleep_mode` is
     ignored on CPU, where `sleep` does nothing. The process's environment, `sys.path` and torch's settings of
     compilation are restored; vLLM's own modules stay patched (`plugin`).
     """
     with starting():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        if beside and "speculative_config" in planned:
+        if on_host and "speculative_config" in planned:
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         args = {**planned, **engine_arguments(seed, vllm_args)}
         if {"compilation_config"} <= planned.keys() & vllm_args.keys():

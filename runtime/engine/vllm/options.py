@@ -84,12 +84,12 @@ class Attachment(FrozenModel):
         names = [part for s in strategies if s.speculates for part in parts_of(self.specs, s.drafter)]
         return next((spec for spec in map(self.specs.get, names) if isinstance(spec, LearnedSpec)), None)
 
-    def control(self, *, overlapped: bool, beside: bool = True, guarded: bool = False) -> Control:
+    def control(self, *, overlapped: bool, on_host: bool = True, guarded: bool = False) -> Control:
         """Return a fresh `Control` that follows the policy; ConfigError for a policy that the engine cannot run.
 
         With `guarded` a policy that raises anything else while it is built is logged and left out.
         """
-        pool = DrafterPool(self.drafters, self.max_draft_depth, beside=beside)
+        pool = DrafterPool(self.drafters, self.max_draft_depth, on_host=on_host)
         tally = Tally(None if self.costs is None else load_costs(self.costs))
         control = Control(pool, worker=self.worker, overlapped=overlapped, tally=tally)
         if self.policy is not None:
@@ -292,7 +292,7 @@ class Variables(FrozenModel):
         if arguments["async_scheduling"] is None:
             arguments["async_scheduling"] = async_scheduling
         if speculative and self.policy is not None:
-            head, drafters = _learned(speculative), self.policy.registry.beside(arguments["drafters"] or {})
+            head, drafters = _learned(speculative), self.policy.registry.joined(arguments["drafters"] or {})
             named = {s.drafter for s in self.policy.strategies if drafters.network_passes(s)}
             parts = {part for name in named for part in parts_of(drafters.specs, name)}
             networks = [name for name in sorted(parts) if drafters[name].made_by == "workers"]

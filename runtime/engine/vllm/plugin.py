@@ -102,8 +102,8 @@ def _configuration(engine_args: Any, make: Callable[[], Any], report: Callable[[
             options = variables.engine_options(engine_args.async_scheduling, engine_args.speculative_config)
             for name, value in options.items():
                 _set(engine_args, name, value)
-            beside = options.get("async_scheduling") is False
-            if "speculative_config" in options and (beside or missing("depths in the V2 runner")):
+            on_host = options.get("async_scheduling") is False
+            if "speculative_config" in options and (on_host or missing("depths in the V2 runner")):
                 # The V2 runner keeps a learned drafter's drafts on the device, out of reach of the other drafters.
                 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
             config = make()
@@ -187,7 +187,7 @@ def _check_configuration(config: Any, variables: Variables) -> str:
         raise ConfigError("the first of its tensor-parallel ranks records")
     overlapped, speculates = bool(config.scheduler_config.async_scheduling), config.speculative_config is not None
     on_device = overlapped or (speculates and getattr(config, "use_v2_model_runner", False))
-    control = attachment.control(overlapped=overlapped, beside=not on_device)
+    control = attachment.control(overlapped=overlapped, on_host=not on_device)
     if variables.policy is None or not speculates:
         return ""
     own = "sampled requests with a seed have drafts from their own text alone"

@@ -464,8 +464,8 @@ class PolicyScheduler(Scheduler):
         super().__init__(vllm_config, *args, **kwargs)
         overlapped = isinstance(self, AsyncScheduler)
         # The V2 runner verifies the drafts it keeps on the device, not the tokens that the scheduler names.
-        beside = not overlapped and not (self.num_spec_tokens and self.use_v2_model_runner)
-        self.control = settings.control(overlapped=overlapped, beside=beside, guarded=True)
+        on_host = not overlapped and not (self.num_spec_tokens and self.use_v2_model_runner)
+        self.control = settings.control(overlapped=overlapped, on_host=on_host, guarded=True)
         if fault is not None:
             self.control.guard.fail(fault)
         # With a table of depths in force vLLM does not pad new requests with placeholder drafts.
@@ -554,11 +554,11 @@ class PolicyScheduler(Scheduler):
     def _note_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> None:
         if (work := self.watch.returned(scheduler_output, model_runner_output)) is None:
             return
-        if self._beside and (self._has_drafts or self.control.tracker.in_force.strategy.speculates):
+        if self._drafts_on_host and (self._has_drafts or self.control.tracker.in_force.strategy.speculates):
             self._due_ids = work.request_ids
 
     @property
-    def _beside(self) -> bool:
+    def _drafts_on_host(self) -> bool:
         """True if drafts are made or trimmed here after an iteration's output."""
         return bool(self.num_spec_tokens) and not self.control.overlapped
 
@@ -569,7 +569,7 @@ class PolicyScheduler(Scheduler):
             self._set_drafts(self.guard.call(self._draft, draft_token_ids.req_ids, workers, draft_s))
         elif self._due_ids is not None:
             self._draft_s = draft_s
-        elif draft_s and self._beside:
+        elif draft_s and self._drafts_on_host:
             self.guard.call(self.watch.drafted, draft_token_ids)
 
     def _draft(self, ids: list[str], of_workers: Sequence[list[int]], draft_s: float | None) -> DraftTokenIds | None:

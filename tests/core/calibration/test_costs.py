@@ -54,7 +54,7 @@ def grid(costs, depths=(0, 1, 3, 7), *, prefill=False):
     for batch, depth, each, tokens in product(BATCHES, depths, (200, 4000), (0, 512) if prefill else (0,)):
         cost = costs.iteration(Strategy.chain("learned", depth))
         took = cost.seconds(batch, batch * each)
-        took += cost.beside_s(batch, tokens, costs.prefill_s(tokens)) if tokens else 0.0
+        took += cost.added_s(batch, tokens, costs.prefill_s(tokens)) if tokens else 0.0
         rows.append((batch, depth + 1, batch * each, depth, tokens, took))
     names = ["batch", "tokens_to_verify", "context_tokens", "draft_depth", "prefill_tokens", "seconds"]
     return pd.DataFrame(rows, columns=names)
@@ -172,7 +172,7 @@ def test_prompts_that_ride_cost_as_in_the_simulator():
     assert found.max_num_batched_tokens == 64 * 8 + 512
     for batch, depth in ((1, 0), (32, 0), (32, 7)):
         costs = [one.iteration(Strategy.chain("learned", depth)) for one in (found, ROOFLINE)]
-        added = [cost.beside_s(batch, 512, 1.0) for cost in costs]
+        added = [cost.added_s(batch, 512, 1.0) for cost in costs]
         assert added[0] == pytest.approx(added[1], rel=0.05)
         assert added[1] < 0.9 * ROOFLINE.prefill_s(512) or depth
     assert found.prefill_s(512) == pytest.approx(ROOFLINE.prefill_s(512), rel=0.05)

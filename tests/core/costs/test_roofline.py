@@ -73,8 +73,8 @@ def test_prompts_are_nearly_free_up_to_the_knee():
         return both - alone + bytes_s * prompt
 
     for prompt in (16.0, 256.0, 2048.0):
-        assert plain.beside_s(8, prompt, costs.prefill_s(prompt)) == pytest.approx(by_hand(prompt))
-    shares = [plain.beside_s(8, p, 1.0) / costs.prefill_s(p) for p in (16.0, 256.0, 2048.0, 16384.0)]
+        assert plain.added_s(8, prompt, costs.prefill_s(prompt)) == pytest.approx(by_hand(prompt))
+    shares = [plain.added_s(8, p, 1.0) / costs.prefill_s(p) for p in (16.0, 256.0, 2048.0, 16384.0)]
     assert shares == sorted(shares)
     assert shares[1] < 0.4
     assert 0.95 < shares[-1] < 1
@@ -89,7 +89,7 @@ def test_prompts_beside_decoding_take_no_longer_than_apart(name, batch, prompt, 
     for costs in (shape, ScaledCosts.wrapping(shape, level=level), ScaledCosts.wrapping(shape, overhead=level)):
         cost, apart = costs.iteration(strategy), costs.prefill_s(prompt)
         alone = cost.without_context_s(batch)
-        together = alone + cost.beside_s(batch, prompt, apart)
+        together = alone + cost.added_s(batch, prompt, apart)
         assert max(alone, apart) * (1 - 1e-9) <= together <= (alone + apart) * (1 + 1e-9)
 
 

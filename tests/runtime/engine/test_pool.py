@@ -205,10 +205,10 @@ def test_same_rollout_again_and_evaluation_age_no_drafter():
 def test_on_device_drafts_exclude_model_free_drafters():
     stood_in_for = HEAD.model_copy(update={"fallback": "ngram"})
     for learned, without in ((HEAD, "ngram"), (stood_in_for, "learned")):
-        pool = DrafterPool({"learned": learned, "ngram": NgramSpec()}, 4, beside=False)
+        pool = DrafterPool({"learned": learned, "ngram": NgramSpec()}, 4, on_host=False)
         with refused(ConfigError):
             pool.use([chain(2, without)])
-    DrafterPool({"learned": HEAD, "ngram": NgramSpec()}, 4, beside=False).use([chain(2, "learned")])
+    DrafterPool({"learned": HEAD, "ngram": NgramSpec()}, 4, on_host=False).use([chain(2, "learned")])
 
 
 def test_a_users_network_drafts_beside_the_scheduler():

@@ -155,7 +155,7 @@ def finish_times(
             chunk = (costs.max_num_batched_tokens or 0) - len(running) * regime.cost.tokens_to_verify
             tokens = _prefill(prefilling, beside, max(0.0, chunk))
             prefilled += tokens
-            now += regime.cost.beside_s(len(running), tokens, costs.prefill_s(tokens))
+            now += regime.cost.added_s(len(running), tokens, costs.prefill_s(tokens))
         gains = [gain(r.request, r.generated, r.num_speculative, regime) for r in running]
         for r, gained in zip(running, gains, strict=True):
             r.generated += gained

@@ -26,7 +26,7 @@ def iterations(rng, tps=(2, 4), num=300):
         took = []
         for b, s, d, p in zip(batch.tolist(), context.tolist(), depth.tolist(), prefill.tolist(), strict=True):
             cost = costs.iteration(Strategy.chain("learned", d))
-            took.append(cost.seconds(b, s) + (cost.beside_s(b, p, costs.prefill_s(p)) if p else 0.0))
+            took.append(cost.seconds(b, s) + (cost.added_s(b, p, costs.prefill_s(p)) if p else 0.0))
         slow = np.where(rng.random(num) < 0.02, 3.0, 1.0)
         columns = {"batch": batch, "draft_depth": depth, "context_tokens": context / batch}
         columns |= {"prefill_tokens": prefill, "measured": took * slow * np.exp(rng.normal(0, 0.03, num))}
