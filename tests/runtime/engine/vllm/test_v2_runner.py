@@ -32,7 +32,7 @@ try:
     plain = engine.generate(requests, rl_step=0, temperature=0.0)
     engine.set_policy(switching(Strategy.chain("learned", 3), Strategy.chain("learned", 1), hold_iterations=1))
     rollout, captured = rollout_of(engine, requests, temperature=0.0)
-    takes_drafts = engine._pool.beside
+    takes_drafts = engine._pool.on_host
     graphs = engine.captured_graphs()
     schedule = engine.llm.llm_engine.vllm_config.speculative_config.num_speculative_tokens_per_batch_size
 finally:
