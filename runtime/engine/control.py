@@ -115,7 +115,7 @@ class Control:
 
     @property
     def failure(self) -> str:
-        """What was raised in the policy, or around it, since it was set; empty for nothing."""
+        """The exception in the policy, or around it, since it was set; empty for none."""
         return self.guard.failure
 
     def _decode_plainly(self) -> None:

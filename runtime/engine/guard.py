@@ -16,9 +16,7 @@ import tltlab
 logger = logging.getLogger(__name__)
 
 FAULTS = (Exception, SystemExit)
-"""What code in an engine may raise without ending it: a policy that calls `sys.exit` must end no server. What a user
-raises by Ctrl-C is no fault.
-"""
+"""Exceptions of code in an engine that must not end it: a policy with `sys.exit` ends no server. Ctrl-C passes."""
 
 
 class Guard:

@@ -450,7 +450,7 @@ class LiveRecording(Observer):
         num_bytes = 0
         rows: defaultdict[str, list[Row]] = defaultdict(list)
         ended: defaultdict[tuple[int, int, float], list[Iteration]] = defaultdict(list)
-        # What an engine gives meanwhile waits for the next flush: a fast one would never leave the queue empty.
+        # Items that come meanwhile wait for the next flush: a fast engine would never leave the queue empty.
         for _ in range(len(self._queue)):
             try:
                 item, size = self._queue.popleft()

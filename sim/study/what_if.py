@@ -161,7 +161,7 @@ class WhatIf:
 
     @property
     def evidence(self) -> str:
-        """What the costs were measured on."""
+        """The engine, GPU and model of the measurements behind the costs."""
         is_known = self.scenario.costs.evidence is not None
         return str(self._evidence["says"]) if is_known else f"costs {self.scenario.costs_name}"
 
@@ -176,7 +176,7 @@ class WhatIf:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was read, measured or assumed."""
+        """Figures that were read, measured or assumed."""
         machine = self.logged.scenarios.machine
         acceptance = f"acceptance: {self.scenario.acceptance_name}"
         return (*self.source.notes, *self.logged.notes, acceptance, *(machine.assumed if machine else ()))

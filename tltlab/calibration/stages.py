@@ -34,7 +34,7 @@ from tltlab.traces.trace import Trace
 from .cross_validation import Learner, Predictor, held_out_predictions, relative_errors
 
 Columns = Callable[[StepWorkload], dict[str, float]]
-"""What the terms of a stage multiply."""
+"""The factors of the terms of a stage."""
 _TERMS = ("per_response_s", "per_token_s", "base_s", "per_pair_s")
 """The order in which terms are tried. The number of updates is not recorded, and so in the base."""
 _HELD_OUT = ["measured_s", "predicted_s", "constant_s", "stage", "rl_step"]

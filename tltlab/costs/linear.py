@@ -203,7 +203,7 @@ def measured_drafting(terms: Mapping[str, float | None], notes: list[str]) -> di
 
 
 def _verification(rows: Iterations, *, far: bool) -> dict[str, Floats]:
-    """What the terms of verification multiply in each row, earlier ones identified first."""
+    """The factors of the terms of verification in each row; earlier terms are identified first."""
     columns = {
         "base_s": np.ones_like(rows.batch),
         "per_request_s": rows.batch,
@@ -219,7 +219,7 @@ def _verification(rows: Iterations, *, far: bool) -> dict[str, Floats]:
 
 
 def _drafting(rows: Iterations) -> dict[str, Floats]:
-    """What the terms of drafting multiply in each row."""
+    """The factors of the terms of drafting in each row."""
     return {
         "draft_level_s": rows.next_depth,
         "draft_level_per_request_s": rows.next_depth * rows.batch,

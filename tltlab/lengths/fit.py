@@ -237,7 +237,7 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
 
 @frozen
 class Outlook:
-    """What another RL step of a trace's size is predicted to have; None where unknown."""
+    """Predictions for another RL step of a trace's size; None where unknown."""
 
     longest: Longest | None = None
     makespan: Makespan | None = None

@@ -3,7 +3,8 @@
 A flush writes a file for each table and RL step that got rows, `NAME/part-000123.parquet` for RL step 123, and then
 replaces the manifest, which names them: that is the moment at which they are there. Files that the manifest does not
 name are nothing, and go with the next flush. Where an RL step got rows before, small parts of it are joined with the
-new rows, so that a flush every few seconds leaves few files. A process that records holds the folder (`files.lock`).
+new rows, so that a flush every few seconds leaves few files. A flush writes the whole manifest and looks at the names
+of all parts, so its time grows with the RL steps recorded. A process that records holds the folder (`files.lock`).
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class Recorder:
         self._manifest_fields: dict[str, Any] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tltlab-recorder")
         self._writing: Future[None] | None = None
-        # What could not be written: it comes before what was appended since.
+        # Rows and fields that could not be written: they come before those appended since.
         self._failed: tuple[dict[str, list[pa.Table]], dict[str, Any]] = {}, {}
         # Parts of a table and RL step that this process wrote, in order, with their numbers of rows.
         self._sizes: dict[tuple[str, int], list[tuple[str, int]]] = {}

@@ -223,9 +223,9 @@ def _content(path: Path) -> dict[str, Any]:
 
 @frozen
 class Contents:
-    """What `manifest.json` says of its folder. The moment it is replaced is the one at which the trace is another.
+    """The contents of `manifest.json`: the trace and its files. Replacing it is the moment at which the trace changes.
 
-    `parts` has the SHA-256 of the files of tables, by their place in the folder; None: who wrote the trace gave none.
+    `parts` has the SHA-256 of the files of tables, by their place in the folder; None: its writer gave none.
     In a folder `NAME/` nothing else counts, and where a trace is `unfinished`, because its recording was not closed, no
     file at all.
     """

@@ -374,7 +374,7 @@ def check_tables(trace: Trace) -> None:
 
 
 def _contents(path: Path) -> Contents:
-    """What the manifest of the trace at `path` says. Raises TraceError for what is no trace."""
+    """The contents of the manifest of the trace at `path`. Raises TraceError where there is no trace."""
     if not (path / MANIFEST_FILE).exists():
         refuse_earlier(path)
         check_source(path)
