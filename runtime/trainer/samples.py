@@ -14,7 +14,7 @@ from tltlab.arrays import Tokens
 from tltlab.errors import RunError
 from tltlab.runtime.recipe.sections import TrainConfig
 
-from .losses import advantages, shape_rewards, token_weights
+from .advantages import advantages, shape_rewards, token_weights
 from .ranks import ranks_of
 
 Pair = tuple[Sequence[int] | Tokens, Sequence[int] | Tokens]

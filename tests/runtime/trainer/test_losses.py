@@ -8,16 +8,14 @@ import pytest
 import torch
 
 from tltlab.runtime.recipe.sections import TrainConfig
+from tltlab.runtime.trainer.advantages import advantages, shape_rewards, token_weights
 from tltlab.runtime.trainer.losses import (
     Mismatch,
-    advantages,
     correction_weights,
     kl_estimate,
     mismatch,
     mismatch_sums,
     policy_loss,
-    shape_rewards,
-    token_weights,
 )
 
 CAP = 10
