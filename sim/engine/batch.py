@@ -364,17 +364,25 @@ class FluidBatch(Batch):
         return recent, drafted, accepted
 
     def admit(self, *admitted: tuple[int, float]) -> None:
-        prompt_tokens, response_tokens = self.requests.prompt_tokens, self.requests.response_tokens
+        prompt_tokens, response_tokens, clock = self.requests.prompt_tokens, self.requests.response_tokens, self._clock
+        base, grows_to, serial, entries = self._base, self._grows_to, self._serial, []
         for request, generated in admitted:
-            if self._drafting:
+            offset, prompt, length = clock - generated, prompt_tokens[request], response_tokens[request]
+            serial += 1
+            self._offsets[request], self._entry[request] = offset, serial
+            base += prompt - offset
+            grows_to += prompt + length + 1
+            entries.append((offset + length, serial, request))
+        self._base, self._grows_to, self._serial = base, grows_to, serial
+        if self._drafting:
+            for request, _ in admitted:
                 self._counted[request] = (len(self._drafting), *self._counted.get(request, _UNDRAFTED)[1:])
-            offset = self._clock - generated
-            self._serial += 1
-            self._offsets[request] = offset
-            self._entry[request] = self._serial
-            self._base += prompt_tokens[request] - offset
-            self._grows_to += prompt_tokens[request] + response_tokens[request] + 1
-            heapq.heappush(self._finish, (offset + response_tokens[request], self._serial, request))
+        if self._finish:
+            for entry in entries:
+                heapq.heappush(self._finish, entry)
+        else:
+            heapq.heapify(entries)
+            self._finish = entries
 
     def preempt(self) -> tuple[int, float]:
         request = next(reversed(self._offsets))

@@ -73,9 +73,9 @@ class SimulatedRollout:
 
     def note_first_tokens(self, requests: Sequence[int], now: float) -> None:
         """Record the first tokens of requests; a time from before a preemption stays."""
-        for request in requests:
-            if math.isnan(self.first_token_s[request]):
-                self.first_token_s[request] = now
+        at = np.asarray(requests, np.int64)
+        before_s = self.first_token_s[at]
+        self.first_token_s[at] = np.where(np.isnan(before_s), now, before_s)
 
 
 def tables(rollouts: Sequence[SimulatedRollout], policy: str, *, iterations: bool) -> dict[str, pd.DataFrame]:

@@ -475,10 +475,9 @@ class Worker:
     def _drain(self, choices: MemorylessChoices, down_to: int, to_prefill: float, now: float) -> float:
         """Decode residents until so few are left, after a prefill; returns when the last of the others ends."""
         running, generated = self.batch.generated_so_far()
-        remaining, context = self.requests.lengths.astype(np.float64), self.requests.prompts.astype(np.float64)
-        remaining[running] -= generated
-        context[running] += generated
-        residents = Residents.of([running], remaining, context, [to_prefill])
+        remaining, context = self.requests.lengths[running] - generated, self.requests.prompts[running] + generated
+        residents = Residents.of([np.arange(len(running))], remaining, context, [to_prefill])
+        residents = replace(residents, requests=running[residents.requests])
         drained = self.simulator.drain(
             self.rollout,
             [self.index],
