@@ -84,13 +84,11 @@ def accuracy(
 
     Example: tltlab bench accuracy --data measurements
     """
-    from .presets import lengths
     from .presets.accuracy import TEXT, coverage, rows, summary
 
     table, covered = rows(data, left_out=left_out), coverage(data, left_out=left_out).to_dict("records")
-    beside = {"coverage": covered, "lengths": lengths.rows(data)}
-    text = shown({"rows": (table if every else summary(table)).to_dict("records"), **beside}, TEXT)
-    emit({"rows": table.to_dict("records"), **beside}, as_json=as_json, text=text)
+    text = shown({"rows": (table if every else summary(table)).to_dict("records"), "coverage": covered}, TEXT)
+    emit({"rows": table.to_dict("records"), "coverage": covered}, as_json=as_json, text=text)
 
 
 @app.command()
