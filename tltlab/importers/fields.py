@@ -37,12 +37,6 @@ def _expanded(name: str) -> Iterator[str]:
 
 NAMES = {kind: tuple(n for name in names for n in _expanded(name)) for kind, names in _TABLE["names"].items()}
 """Names by kind, the first that is there counts."""
-UNITS = {
-    "": None, "ts": 1.0, "s": 1.0, "sec": 1.0, "secs": 1.0, "seconds": 1.0, "ms": 1e-3, "millis": 1e-3, "us": 1e-6,
-    "ns": 1e-9,
-}  # fmt: skip
-"""Seconds of a unit that ends the name of a time; None is unknown."""
-TIMES = ("t_submit", "t_first_token", "ttft", "t_finish", "latency")
 
 _IN_ENVELOPES, ENVELOPES = set(_TABLE["envelopes"]["kinds"]), set(_TABLE["envelopes"]["names"])
 REASONS: dict[str, list[str]] = _TABLE["finish_reasons"]
@@ -69,10 +63,6 @@ def matches(columns: Iterable[str], kind: str, fits: Callable[[str], bool] = lam
         *around, last = plain(column).split(".")
         depth = len(around)
         name = next((n for n in ("".join(around[-1:]) + last, last) if n in order), None)
-        if name is None and kind in TIMES:
-            name = next(
-                (last.removesuffix(u) for u in UNITS if u and last.endswith(u) and last.removesuffix(u) in order), None
-            )
         if kind == "row_id" and around and last in ("index", "idx"):
             continue  # Words of a choice among several.
         if name is None or (kind in _IN_ENVELOPES and not ENVELOPES.issuperset(around)) or not fits(column):
@@ -85,15 +75,6 @@ def matches(columns: Iterable[str], kind: str, fits: Callable[[str], bool] = lam
 def kind_of(column: str) -> frozenset[str]:
     """Return the kinds that a column's name is one of."""
     return frozenset(kind for kind in NAMES if matches([column], kind))
-
-
-def unit_of(column: str) -> float | None:
-    """Return the seconds of the unit at the end of a time's name; None where it has none."""
-    last = plain(column).rpartition(".")[2]
-    names = {name for kind in TIMES for name in NAMES[kind]}
-    if last in names:
-        return None
-    return next((UNITS[u] for u in UNITS if u and last.endswith(u) and last.removesuffix(u) in names), None)
 
 
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?P<mark>[,_' \u00a0\u2009\u202f])\d{3}(?:(?P=mark)\d{3})*(?:\.\d+)?")

@@ -85,12 +85,11 @@ def test_lists_of_token_ids_are_counted(tmp_path, record):
         ({"prompt_ids": [1, 2], "response_ids": [5]}, 2),
         ({"prompt_tokens": [8, 9, 4], "response_tokens": [5], "reward": 1.0, "finish_reason": "stop"}, 3),
         ({"tokens": [1, 2, 3, 5], "response_length": 1, "response": "x"}, 3),
-        ({"input_ids": [1, 2, 3, 5], "response_ids": [5]}, 3),
-        ({"input_ids": [1, 2, 3, 5], "response_ids": [7]}, 4),
+        ({"input_ids": [1, 2, 3, 5], "response_ids": [5]}, 0),
         ({"input_ids": [1, 2, 3, 5], "loss_mask": [0, 0, 0, 1]}, 3),
         ({"usage": {"total_tokens": 9, "completion_tokens": 1}}, 8),
     ],
-    ids=["lists", "tokens", "slime", "whole", "prompt alone", "mask", "total"],
+    ids=["lists", "tokens", "slime", "prompt or whole", "mask", "total"],
 )
 def test_prompts_are_the_rest_of_lists(tmp_path, record, prompt_tokens):
     check(of(tmp_path, [record]), response_tokens=[1], prompt_tokens=[prompt_tokens])
@@ -212,7 +211,7 @@ def test_prompts_keep_their_names_across_steps(tmp_path):
     assert "prompt_idx counts" in trace.manifest.notes
     task = [{"task_id": "math", "response_length": 3, "prompt_len": 3 + i} for i in range(4)]
     trace = of(tmp_path, task)
-    assert (trace.manifest.group_size, "task_id is the same" in trace.manifest.notes) == (1, True)
+    assert (trace.manifest.group_size, "task_id is the same" in trace.manifest.notes) == (None, True)
 
 
 NESTED = [
