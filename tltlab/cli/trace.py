@@ -18,10 +18,11 @@ from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, statistics
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
 from tltlab.lengths.model import LengthModel, of_regime
 from tltlab.options import Option, check, command
+from tltlab.traces.metrics import count
+from tltlab.traces.metrics import describe as describe_trace
+from tltlab.traces.recorder import Recorder
 from tltlab.traces.recorder import repair as repair_recording
-from tltlab.traces.storage import has_checksums
-from tltlab.traces.stream import StreamWriter, count
-from tltlab.traces.stream import describe as describe_trace
+from tltlab.traces.storage import frame_to_arrow, has_checksums
 from tltlab.traces.trace import Trace, locate, read_one, together
 
 from . import reading as options
@@ -225,9 +226,12 @@ def generate(
     every = math.ceil(math.prod(shape.values()) / MAX_RESPONSES)
     sampled: list[StepTables] = []
     num_tokens = 0
-    with StreamWriter(out, manifest) as writer:
+    with Recorder(out, manifest) as recorder:
         for rl_step, (workload, outcomes) in enumerate(steps):
-            writer.append(*((workload, outcomes) if tools is None else tools.cut((workload, outcomes), seed)))
+            written = (workload, outcomes) if tools is None else tools.cut((workload, outcomes), seed)
+            for name, frame in zip(("workload", "outcomes"), written, strict=True):
+                recorder.append(name, frame_to_arrow(name, frame))
+            recorder.flush(wait=False)
             num_tokens += int(outcomes["response_tokens"].sum())
             if rl_step % every == 0:
                 sampled.append((workload, outcomes))
