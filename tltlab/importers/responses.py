@@ -22,7 +22,6 @@ from tltlab.errors import TraceError
 from .fields import (
     NAMES,
     REASONS,
-    ambiguous_thousands,
     conversation_texts,
     is_list,
     is_message,
@@ -254,17 +253,14 @@ class Reader:
             absent = absent & missing_in(cells) & (failed | np.bool_(may_miss))
             values = np.where(absent & failed, 0.0, values)
         ok = absent | ((values >= at_least) & (values <= MOST_TOKENS) & (values == np.floor(values)))
+        # 1.000 may be one, or a thousand.
+        ok &= ~cells.astype(str).str.fullmatch(r"\s*\d{1,3}(\.\d{3})+\s*").to_numpy(bool)
         if not ok.all():
             at = int(np.argmin(ok))
             cell = cells.iloc[at]
             got = "nothing" if is_missing(cell) and not isinstance(cell, str) else shown(cell)
-            is_grouped = isinstance(cell, str) and ambiguous_thousands(cells.iloc[[at]])
-            hint = "; thousands are written 1234 or 1,234" if is_grouped else ""
+            hint = ", without marks between thousands" if isinstance(cell, str) else ""
             records.fault(at, column, f"got {got}, wanted a whole number from {at_least} to {MOST_TOKENS}{hint}")
-        if (text := ambiguous_thousands(cells)) is not None:
-            written = f"write {text.replace('.', '')} or {float(text):g}"
-            fault = f"{text} may be {float(text):g} or thousands: {written}"
-            records.fault(cells.to_list().index(text), column, fault)
         return values
 
     def _column(self, records: Records, *kinds: str, fits: Callable[[str], Any] | None = None) -> str | None:

@@ -21,7 +21,7 @@ from tltlab.doctor.signatures import Diagnosis, diagnose
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import json_lines, read_object
 from tltlab.importers.token_counts import FolderTokenizer
-from tltlab.stats import resampled_ratio
+from tltlab.stats import paired_ratio
 from tltlab.traces import metrics
 from tltlab.traces.lanes import median_step
 from tltlab.traces.schema import KEY
@@ -313,8 +313,8 @@ def acceptance_part(trace: Trace) -> Sequence[Block]:
             series, bands=bands, doubling=True, xlabel=xlabel, ylabel="tokens per draft", title="Accept length"
         )
         caption = (
-            "Tokens per request and speculative iteration, bonus token included. Bands: 95 % of resampled RL steps, "
-            "where there are at least three. Small batches are the end of a rollout, whose requests are other ones "
+            "Tokens per request and speculative iteration, bonus token included. Bands: 95 % intervals over RL "
+            "steps. Small batches are the end of a rollout, whose requests are other ones "
             "than those in the large batches."
         )
         blocks.append(Picture.of(figure, alt=f"Accept length over running requests. {lengths}.", caption=caption))
@@ -322,10 +322,10 @@ def acceptance_part(trace: Trace) -> Sequence[Block]:
 
 
 def _accept_length(rows: pd.DataFrame) -> tuple[float, float, float]:
-    """1 + accepted / drafts, and its interval from resampling RL steps: NaN ends below three of them."""
+    """1 + accepted / drafts, and its 95 % interval over RL steps: NaN ends for a single one."""
     accepted, drafts = rows.groupby("rl_step")[["num_accepted", "drafts"]].sum().to_numpy(float).T
-    low, high = resampled_ratio(accepted, drafts)
-    return 1 + float(accepted.sum() / drafts.sum()), 1 + low, 1 + high
+    ratio = paired_ratio(accepted, drafts, rng=np.random.default_rng(0))
+    return 1 + ratio.estimate, 1 + ratio.low, 1 + ratio.high
 
 
 def _by_strategy(table: pd.DataFrame) -> PageTable:

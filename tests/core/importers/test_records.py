@@ -266,19 +266,18 @@ def test_column_of_dump_may_be_its_text(tmp_path):
 
 
 def test_numbers_may_be_texts(tmp_path):
-    written = ["1,234", "1_234", "1 234", "1234", "1234.0", 1234.0]
+    written = ["1234", " 1234", "1234.0", 1234.0]
     row = {"input": "q", "output": "x", "step": "2", "score": "0.5", "prompt_length": "12", "acc": "True"}
     rows = [row | {"response_length": n} for n in written]
-    check(of(tmp_path, rows), response_tokens=[1234] * 6, prompt_tokens=[12] * 6, rl_step=[2] * 6, reward=[0.5] * 6)
-    (tmp_path / "a.csv").write_text('step,length\n1,"12,345"\n1,99\n')
-    check(import_dump(tmp_path / "a.csv"), response_tokens=[12345, 99])
+    check(of(tmp_path, rows), response_tokens=[1234] * 4, prompt_tokens=[12] * 4, rl_step=[2] * 4, reward=[0.5] * 4)
 
 
 @pytest.mark.parametrize(
     ("cells", "facts"),
     [
-        (("1.234", "99"), (2, "1.234", "1,234")),
-        (("99", "1.000"), (3, "1.000", "1000")),
+        (("1.234", "99"), (2, "1.234", "thousands")),
+        (("99", "1.000"), (3, "1.000", "thousands")),
+        (("1,234", "99"), (2, "1,234", "thousands")),
         (("1.234.567", "99"), (2, "1.234.567")),
         (("12k", "99"), (2, "12k")),
         (("1,23", "99"), (2, "1,23")),
@@ -286,7 +285,17 @@ def test_numbers_may_be_texts(tmp_path):
         (("99", ""), (3, "''")),
         (("99", "99999999999"), (3, "99999999999", 2**31 - 1)),
     ],
-    ids=["thousands or decimals", "one or thousand", "millions", "k", "two behind", "negative", "empty", "too many"],
+    ids=[
+        "thousands or decimals",
+        "one or thousand",
+        "comma",
+        "millions",
+        "k",
+        "two behind",
+        "negative",
+        "empty",
+        "too many",
+    ],
 )
 def test_a_number_that_is_none_is_named(tmp_path, cells, facts):
     (tmp_path / "a.csv").write_text("step;length\n" + "".join(f"1;{cell}\n" for cell in cells))
