@@ -34,7 +34,7 @@ def tune(
     """Find a policy for a trace in simulation, judge it on RL steps held out, and report whether it was worth it.
 
     `simulate` and `train` take the file, export-policy turns it into settings of plain vLLM. Costs and acceptance are
-    taken as right on all RL steps, save with --cost-error; `calibrate` and `verify` test whether they are.
+    taken as right on all RL steps; `calibrate` and `verify` test whether they are.
     Until all is done the trials' scores are in OUT.trials.
 
     Example: tltlab tune traces/subset-sum-small --out policy.json --trials 20

@@ -24,7 +24,7 @@ from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.study import Journal
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .cases import ExpectedIteration, TuningCase
+from .cases import ExpectedIteration, batch_times
 
 EPSILONS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 WINDOWS = (10, 30, 100, 300, 1000)
@@ -39,21 +39,21 @@ _RANGE_VALUES = 17
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Seconds that a strategy takes for what the workers do at a batch size, summed over the cases of a tuning."""
+    """Seconds that a strategy takes for what the workers do at a batch size, summed over the traces of a tuning."""
 
     strategies: tuple[Strategy, ...]
     seconds: Mapping[tuple[Strategy, int], float]
     max_batch: int
 
     @classmethod
-    def of(cls, cases: Sequence[TuningCase], strategies: Sequence[Strategy]) -> Prices:
+    def of(cls, scenarios: Sequence[Scenario], strategies: Sequence[Strategy]) -> Prices:
         """With NO_SPECULATION first. A batch that no rollout meets counts a little, at its neighbour's context."""
         every = tuple(dict.fromkeys((NO_SPECULATION, *strategies)))
-        times = [case.batch_times() for case in cases]
+        times = [batch_times(scenario) for scenario in scenarios]
         most = max(max(t, default=1) for t in times)
         seconds: dict[tuple[Strategy, int], float] = {}
-        for case, batches in zip(cases, times, strict=True):
-            expected, near = ExpectedIteration(case.scenario, strategies), (1, 0.0)
+        for scenario, batches in zip(scenarios, times, strict=True):
+            expected, near = ExpectedIteration(scenario, strategies), (1, 0.0)
             for b in range(1, most + 1):
                 weight, context = batches.get(b, (0.0, near[1] * b / near[0]))
                 near = (b, context)
@@ -278,5 +278,4 @@ def _nearest(value: Any, values: Sequence[Any]) -> Any:
 
 def best_table(scenario: Scenario, strategies: Sequence[Strategy]) -> Policy:
     """The exact table of at most four rows by batch size, for the scenario's costs and acceptance."""
-    prices = Prices.of([TuningCase(name="best table", trace=0, scenario=scenario)], strategies)
-    return Policy(selector=prices.table(max_buckets=4))
+    return Policy(selector=Prices.of([scenario], strategies).table(max_buckets=4))
