@@ -33,7 +33,6 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .drafter_pool import DrafterPool, ResponseTokens
 from .guard import Guard, notify
-from .metrics import Samples, Tally
 from .requests import BatchRequests, Drafting, LiveRequest, Observer
 from .tracker import Clock, Iteration, IterationTracker, SampledTokens, Stopwatch
 
@@ -54,8 +53,8 @@ class Control:
     `watched` replaces `scheduled`. The stopwatch `inside` covers all work here except drafting, `deciding` the policy
 
     An exception in the policy is logged and disables it: the engine decodes plainly, and `failure` has the message
-    until another policy is set. A `tally` counts iterations for `metrics`. Where the policy `repeats` its drafts
-    whatever else runs, a request with a seed has drafts from its own text; elsewhere it has none.
+    until another policy is set. Where the policy `repeats` its drafts whatever else runs, a request with a seed has
+    drafts from its own text; elsewhere it has none.
     """
 
     def __init__(
@@ -65,16 +64,12 @@ class Control:
         worker: int = 0,
         overlapped: bool = False,
         clock: Clock = time.perf_counter,
-        tally: Tally | None = None,
     ) -> None:
         self.drafters = drafters
         self.overlapped = overlapped
         self.driver = PolicyDriver(worker=worker)
         self.deciding = Stopwatch(clock)
-        self._tally = tally or Tally()
-        self.tracker = IterationTracker(
-            self._deliver, worker=worker, overlapped=overlapped, clock=clock, on_end=self._tally.add
-        )
+        self.tracker = IterationTracker(self._deliver, worker=worker, overlapped=overlapped, clock=clock)
         self._policy: Policy | None = None
         self.inside = Stopwatch(clock)
         self.drafting = Stopwatch(clock)
@@ -157,15 +152,6 @@ class Control:
         if self._policy is None:
             return None
         return self._policy.name or f"{self._policy.selector.kind} {_digest(self._policy)}"
-
-    def metrics(self) -> Samples:
-        """Return counts of iterations by arm since the start, and the active policy, by `metrics.FAMILIES`."""
-        samples: dict[tuple[str, ...], float] = {}
-        if self._policy is not None:
-            samples["policy_info", self._policy.selector.kind, _digest(self._policy), self.failure] = 1
-        for drafter, sentence in self.alarm.collapsed.items():
-            samples["drafter_collapsed", drafter] = bool(sentence)
-        return {**samples, **self._tally.counts}
 
     def state_dict(self, history: bool = True) -> dict[str, Any]:
         """Return the learned state of policy, budget and drafters, from which a rollout can be repeated.

@@ -19,7 +19,7 @@ from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .asking import rows_of, scheduled
+from .asking import raising, rows_of, scheduled
 
 LEARNED = LearnedSpec(method="eagle", model="a/head")
 BOTH = HybridSpec(first="ngram", otherwise="suffix")
@@ -308,6 +308,14 @@ def test_unmet_needs_are_refused_before_activation(strategy, complaint):
     engine, script = played(NO_SPECULATION)
     with refused(ConfigError, naming=complaint):
         engine.control.set_selector(Script(strategy))
+    assert engine.control.driver.selector is script
+
+
+def test_drafter_that_cannot_be_built_leaves_policy(monkeypatch):
+    engine, script = played(NO_SPECULATION, suffix=SuffixSpec())
+    monkeypatch.setattr(SuffixSpec, "build", raising(ConfigError("no library")))
+    with refused(ConfigError, naming=("library",)):
+        engine.control.set_selector(Script(chain(2, "suffix")))
     assert engine.control.driver.selector is script
 
 

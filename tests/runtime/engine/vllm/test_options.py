@@ -9,7 +9,6 @@ import pytest
 
 import tltlab.runtime
 from tests.refused import refused
-from tltlab.costs.linear import LinearCosts
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, SuffixSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Activation, load_policy
@@ -78,15 +77,6 @@ def test_learned_drafter_alone_has_schedule_of_depths():
     options = vllm_options(policy, max_batch=64)
     assert options["speculative_config"]["num_speculative_tokens_per_batch_size"] == [[1, 8, 4], [9, 64, 0]]
     assert {5, 40, 64} <= set(options["compilation_config"]["cudagraph_capture_sizes"])
-
-
-def test_costs_to_compare_with_are_written_out(tmp_path):
-    LinearCosts(base_s=0.01, per_request_s=0.001, per_context_s=1e-6).write(tmp_path / "costs.json")
-    for costs, by in ((tmp_path / "costs.json", "costs"), ("cpu-small", "costs"), (None, "measured")):
-        told = vllm_options("beg-mab", costs=costs)["additional_config"]["tltlab"]
-        assert Attachment.model_validate(told).control(overlapped=False)._tally.by == by
-    with refused(ConfigError, naming=("base_s",)):
-        vllm_options("beg-mab", costs={"kind": "linear"})
 
 
 @pytest.mark.parametrize(
