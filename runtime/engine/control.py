@@ -356,10 +356,10 @@ class Control:
             with self.inside:
                 places, lives, depths = self._draft_orders(request_ids, strategy)
             with self.drafting:
-                names, drafts = self.drafters.propose(
+                name, drafts = self.drafters.propose(
                     strategy, depths, [learned[n] for n in places] if learned else [[]] * len(depths)
                 )
-            for live, name in zip(lives, names, strict=True):
+            for live in lives:
                 live.drafter = name
             if len(places) < len(request_ids):
                 made = dict(zip(places, drafts, strict=True))

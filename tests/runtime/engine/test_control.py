@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.drafting import Parrot, Script
 from tests.refused import refused
 from tltlab.drafters.budget import DraftBudget, LengthAwareBudget
-from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
+from tltlab.drafters.specs import LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.simple import Fixed
@@ -22,7 +22,6 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from .asking import raising, rows_of, scheduled
 
 LEARNED = LearnedSpec(method="eagle", model="a/head")
-BOTH = HybridSpec(first="ngram", otherwise="suffix")
 
 
 class Played:
@@ -215,7 +214,6 @@ def test_seed_has_no_drafts_where_they_would_vary():
         (Script(*[chain(2, "ngram"), chain(4, "ngram")] * 9), {}),
         (Fixed(chain(4, "ngram")), {"budget": LengthAwareBudget()}),
         (Fixed(chain(4, "own")), {"own": Parrot()}),
-        (Fixed(chain(4, "either")), {"ngram": NgramSpec(), "suffix": SuffixSpec(), "either": BOTH}),
     ]
     for selector, more in varying:
         assert not any(drafts_of(selector, "own", **more))
