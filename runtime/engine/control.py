@@ -53,8 +53,7 @@ class Control:
     `watched` replaces `scheduled`. The stopwatch `inside` covers all work here except drafting, `deciding` the policy
 
     An exception in the policy is logged and disables it: the engine decodes plainly, and `failure` has the message
-    until another policy is set. Where the policy `repeats` its drafts whatever else runs, a request with a seed has
-    drafts from its own text; elsewhere it has none.
+    until another policy is set.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class Control:
         self.observers: tuple[Observer, ...] = ()
         # Number of requests that allow no drafts for any request in the batch.
         self._draftless = 0
-        self.repeats = False
         self._turn = 0
         # Lower bound of `_room` over all requests.
         self._least_room = 0
@@ -104,7 +102,6 @@ class Control:
             selector.drafts_with(self.drafters.registry)
             refuse_needs(selector)
             self.driver.take(selector, budget)
-            self.repeats = self.drafters.repeats(selector.strategies, self.driver.budget)
             self._batch_places, self._least_room = None, 0
         self.guard.failure = ""
 
@@ -117,7 +114,7 @@ class Control:
         """Draft nothing more, so that running requests complete."""
         self.drafters.use([NO_SPECULATION], self.live.values())
         self.driver.take(None)
-        self.repeats, self._batch_places, self._least_room = False, None, 0
+        self._batch_places, self._least_room = None, 0
 
     def suspend(self) -> None:
         """Decode plainly until `resume`; the policy neither chooses nor learns."""
@@ -214,13 +211,13 @@ class Control:
         self._draftless += drafting == "none beside"
         self._least_room = min(self._least_room, self._room(live))
         self._batch_places = None
-        self.drafters.open(live, own=drafting == "own" and self.repeats)
+        self.drafters.open(live)
         for observer in self.observers:
             observer.arrived(live)
         return live
 
     def _drafts_for(self, live: LiveRequest) -> bool:
-        return not self._draftless and (live.drafting == "any" or (live.drafting == "own" and self.repeats))
+        return not self._draftless and live.drafting == "any"
 
     def _room(self, live: LiveRequest) -> int:
         """Most tokens worth drafting for a request: verification adds one token of its own."""

@@ -9,20 +9,17 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tltlab.config import counted
 from tltlab.coordination.canary import Canary, CanaryConfig, DraftCounts, DraftPositions, Verdict, check_chances
-from tltlab.drafters.base import Draft, Drafter, Key
-from tltlab.drafters.budget import DraftBudget, UniformBudget
+from tltlab.drafters.base import Drafter, Key
 from tltlab.drafters.specs import (
     DEFAULT_DRAFTERS,
     Drafters,
     DrafterSpec,
     LearnedSpec,
-    NgramSpec,
-    SuffixSpec,
     traits_of,
 )
 from tltlab.errors import ConfigError, RunError, did_you_mean
@@ -34,10 +31,6 @@ from .tracker import Clock
 
 ResponseTokens = tuple[Key, Sequence[int], Sequence[int]]
 """A key, the tokens of its prompt and the tokens of its response so far."""
-
-
-_REPEATING = NgramSpec, SuffixSpec, LearnedSpec
-"""Kinds of drafters that can draft from a request's own text alone. The state of a user's own class is unknown."""
 
 
 class DrafterCollapsed(RunError):
@@ -69,52 +62,32 @@ class DrafterReport:
 class _Feed:
     """A model-free drafter in use, named `name`, and the turn at which it was last fed.
 
-    `behind` is True while text waits to be looked up. A request with an `own` drafter is unknown to the shared one.
+    `behind` is True while text waits to be looked up.
     """
 
     name: str
     drafter: Drafter
-    own: dict[Key, Drafter] = field(default_factory=dict)
     turn: float = -math.inf
     behind: bool = False
 
-    def open(self, live: LiveRequest, own: Drafter | None) -> None:
-        """Begin a request with its prompt; only `own`, if given, sees its text."""
+    def open(self, live: LiveRequest) -> None:
+        """Begin a request with its prompt."""
         live.shown[self.name] = 0
-        if own is not None:
-            self.own[live.key] = own
-        (own or self.drafter).open(live.key, live.prompt)
+        self.drafter.open(live.key, live.prompt)
 
     def feed(self, lives: Iterable[LiveRequest]) -> None:
         """Show the drafter what requests have generated since."""
         for live in lives:
             shown = live.shown[self.name]
             if new := live.output[shown:]:
-                (self.own.get(live.key) or self.drafter).extend(live.key, new)
+                self.drafter.extend(live.key, new)
                 live.shown[self.name] = shown + len(new)
-
-    def propose_all(self, queries: Sequence[tuple[Key, int]]) -> list[Draft]:
-        """Return a draft for each (key, depth), in order."""
-        if not self.own:
-            return self.drafter.propose_all(queries)
-        shared = iter(self.drafter.propose_all([query for query in queries if query[0] not in self.own]))
-        return [self.own[key].propose(key, depth) if key in self.own else next(shared) for key, depth in queries]
-
-    def observe_all(self, verified: Sequence[tuple[Key, int, int]]) -> None:
-        """Report verified drafts, see `Drafter.observe_all`."""
-        if self.own:
-            for draft in verified:
-                if draft[0] in self.own:
-                    self.own[draft[0]].observe(*draft)
-            verified = [draft for draft in verified if draft[0] not in self.own]
-        self.drafter.observe_all(verified)
 
     def close(self, live: LiveRequest) -> None:
         """End a request; the rest of its text is shown first."""
-        if self.own.pop(live.key, None) is None:
-            if new := live.output[live.shown[self.name] :]:
-                self.drafter.extend(live.key, new)
-            self.drafter.close(live.key)
+        if new := live.output[live.shown[self.name] :]:
+            self.drafter.extend(live.key, new)
+        self.drafter.close(live.key)
 
 
 class DrafterPool(Mapping[str, DrafterState]):
@@ -171,7 +144,7 @@ class DrafterPool(Mapping[str, DrafterState]):
                 continue
             feed = self._drafter_feeds[name] = _Feed(name, drafter)
             for live in lives:
-                feed.open(live, self._own_drafter(name) if live.alone else None)
+                feed.open(live)
         for feed in previous.values():
             for live in lives:
                 feed.close(live)
@@ -221,15 +194,6 @@ class DrafterPool(Mapping[str, DrafterState]):
         """Return True if drafter `name` has a network, as every vLLM method but n-grams and suffixes has."""
         registry = self.registry
         return registry[name].has_network if name in {*registry} else not name.startswith("ngram")
-
-    def repeats(self, strategies: Sequence[Strategy], budget: DraftBudget) -> bool:
-        """Return True if a request opened with `own` has the same drafts each time, independent of other requests.
-
-        This holds for one draft depth, shared out evenly, of a drafter that needs only the request's text.
-        """
-        parts = [self.specs[part] for s in strategies if s.speculates for part in self._parts(s.drafter)]
-        alike = len(strategies) == 1 and len(parts) <= 1 and isinstance(budget, UniformBudget)
-        return alike and all(isinstance(spec, _REPEATING) for spec in parts)
 
     @property
     def feeds(self) -> bool:
@@ -285,7 +249,7 @@ class DrafterPool(Mapping[str, DrafterState]):
             if self._learned_spec.fallback is None:
                 return name, [[] for _ in depths]
             name = self._learned_spec.fallback
-        return name, [draft.tokens for draft in self._drafter_feeds[name].propose_all(depths)]
+        return name, [draft.tokens for draft in self._drafter_feeds[name].drafter.propose_all(depths)]
 
     def observe(self, name: str, verified: Sequence[tuple[Key, int, int]]) -> None:
         """Record verified drafts of `name`: (key, number of drafted tokens, number of accepted tokens) each."""
@@ -300,7 +264,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         for (num_drafted, num_accepted), times in outcomes.items():
             self._counts[name].add(num_drafted, num_accepted, times)
         if name in self._drafter_feeds:
-            self._drafter_feeds[name].observe_all(verified)
+            self._drafter_feeds[name].drafter.observe_all(verified)
 
     def begin(self, rl_step: int) -> None:
         """Begin a rollout of `rl_step`. A repeated RL step, or an evaluation's -1, ages no drafter."""
@@ -313,15 +277,10 @@ class DrafterPool(Mapping[str, DrafterState]):
             self._weights = replace(self._weights, age=0 if self._fresh else self._weights.age + 1)
             self._fresh = False
 
-    def open(self, live: LiveRequest, *, own: bool = False) -> None:
-        """Add a request with its prompt.
-
-        With `own` a separate drafter drafts for it from its own text alone, and no other request is drafted for from
-        that text. Drafters outside `repeats` ignore `own`.
-        """
-        live.alone = own
-        for name, feed in self._drafter_feeds.items():
-            feed.open(live, self._own_drafter(name) if own else None)
+    def open(self, live: LiveRequest) -> None:
+        """Add a request with its prompt."""
+        for feed in self._drafter_feeds.values():
+            feed.open(live)
 
     def close(self, live: LiveRequest) -> None:
         """Remove a request, its output complete."""
@@ -476,10 +435,6 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     def _when(self) -> str:
         return f" at RL step {self._rl_step}" if self._rl_step >= 0 else ""
-
-    def _own_drafter(self, name: str) -> Drafter | None:
-        spec = self.specs[name]
-        return spec.build() if isinstance(spec, NgramSpec | SuffixSpec) else None
 
     def _drafter(self, name: str) -> Drafter:
         drafter = self._model_free.get(name)

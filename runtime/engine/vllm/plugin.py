@@ -178,12 +178,10 @@ def _check_configuration(config: Any, variables: Variables) -> str:
         raise ConfigError("the first of its tensor-parallel ranks records")
     overlapped, speculates = bool(config.scheduler_config.async_scheduling), config.speculative_config is not None
     on_device = overlapped or (speculates and getattr(config, "use_v2_model_runner", False))
-    control = attachment.control(overlapped=overlapped, on_host=not on_device)
+    attachment.control(overlapped=overlapped, on_host=not on_device)  # Refuses a policy that the engine cannot run.
     if variables.policy is None or not speculates:
         return ""
-    own = "sampled requests with a seed have drafts from their own text alone"
-    seeded = own if control.repeats else "so are sampled requests with a seed"
-    return f"; requests with min_p or logit_bias are decoded plainly, and {seeded}"
+    return "; requests with min_p or logit_bias are decoded plainly, and so are sampled requests with a seed"
 
 
 def attach() -> None:

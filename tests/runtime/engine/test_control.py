@@ -9,11 +9,10 @@ import pytest
 
 from tests.fakes.drafting import Parrot, Script
 from tests.refused import refused
-from tltlab.drafters.budget import DraftBudget, LengthAwareBudget
+from tltlab.drafters.budget import DraftBudget
 from tltlab.drafters.specs import LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
-from tltlab.policies.simple import Fixed
 from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
@@ -174,49 +173,6 @@ def test_a_budget_shares_out_until_it_fails(shares, draft, caplog):
     assert engine.control.finish("r") is not None
     assert len(caplog.records) == (not draft)
     assert engine.control.failure in caplog.text
-
-
-TEXT = [7, 8, 9, 5] * 3
-
-
-def drafts_of(selector, drafting, *before, budget=None, **drafters):
-    """Each draft of a request that grows to `TEXT`, where all but one of those `before` have ended."""
-    control = Control(DrafterPool(drafters or None, 4))
-    control.set_selector(selector, budget)
-    control.begin(0)
-    for number, other in enumerate(before):
-        control.add(f"other {number}", (0, "p", number, 0), [1, 2], other, 40)
-    for number in range(len(before) - 1):
-        control.finish(f"other {number}")
-    output, drafts = list[int](), []
-    control.add("it", (0, "p", 9, 0), [1, 2], output, 40, drafting)
-    for token in TEXT:
-        output.append(token)
-        work = scheduled("it")
-        control.iteration_starts()
-        control.scheduled(work)
-        control.sampled([1])
-        drafts += control.drafts(work.request_ids, [], None)
-    return drafts
-
-
-@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
-def test_a_seeds_drafts_are_of_its_own_text(drafter):
-    others = [[7, 8, 9, 5, 4, 4] * 4, [9, 5, 6, 6] * 4]
-    alone, beside = (drafts_of(Fixed(chain(4, drafter)), "own", *before) for before in ((), others))
-    assert alone == beside
-    assert alone[-1] == TEXT[:4]
-    assert drafts_of(Fixed(chain(4, drafter)), "any", *others) != alone
-
-
-def test_seed_has_no_drafts_where_they_would_vary():
-    varying = [
-        (Script(*[chain(2, "ngram"), chain(4, "ngram")] * 9), {}),
-        (Fixed(chain(4, "ngram")), {"budget": LengthAwareBudget()}),
-        (Fixed(chain(4, "own")), {"own": Parrot()}),
-    ]
-    for selector, more in varying:
-        assert not any(drafts_of(selector, "own", **more))
 
 
 @pytest.mark.parametrize("drafting", ["none", "none beside"])
