@@ -6,7 +6,6 @@ A typed name may import any module; a name that stands in a file only those that
 from __future__ import annotations
 
 import copyreg
-import difflib
 import importlib
 import inspect
 import os
@@ -15,10 +14,9 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -246,14 +244,11 @@ def _restored(kind: type[OwnPart], path: str, *args: Any) -> Any:
 def load_name(path: str, part: str) -> Any:
     """Import what `module:name` names; ConfigError, which begins with what `part` it is, where there is none.
 
-    A module of Python itself is not imported for it, nor one whose source has no such name: some do things when they
-    are.
+    A module of Python itself is not imported for it: some do things when they are.
     """
     module_name, _, name = path.partition(":")
     if module_name.partition(".")[0] in sys.stdlib_module_names:
         raise ConfigError(f"{part}: {module_name} is a module of Python itself, which has no such part")
-    if (source := _lacks(module_name, name)) is not None:
-        raise ConfigError(f"{part}: {module_name} ({source}) has no {name!r}")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # whatever a user's module does while it is imported
@@ -261,23 +256,6 @@ def load_name(path: str, part: str) -> Any:
     if not hasattr(module, name):
         raise ConfigError(f"{part}: {module_name} ({module.__file__}) has no {name!r}")
     return getattr(module, name)
-
-
-def _lacks(module: str, name: str) -> str | None:
-    """The file of a module whose source has no such word; None where it may have the name. It is not imported."""
-    if module in sys.modules:
-        return None
-    top, *inner = module.split(".")
-    with suppress(Exception):  # importing the module raises the better error
-        # Of a package's module find_spec would import the package.
-        spec = find_spec(top)
-        assert spec is not None
-        places = [Path(place, *inner) for place in spec.submodule_search_locations or ()] if inner else []
-        files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
-        for file in files or [Path(str(spec.origin))]:
-            if file.is_file() and not re.search(rf"\b({name}|__getattr__)\b|import \*", file.read_text()):
-                return str(file)
-    return None
 
 
 def build_own(cls: type[Any], args: Mapping[str, Any], name: str, rng: object = None) -> Any:
@@ -294,19 +272,12 @@ def build_own(cls: type[Any], args: Mapping[str, Any], name: str, rng: object = 
 
 
 def raised(error: Exception, name: str) -> ConfigError:
-    """Error in one line for a user's class `name` that raised: its own file and line, and a word that may be meant."""
+    """Error in one line for a user's class `name` that raised, with its own file and line."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, *_INSTALLED, "<frozen"))]
     last = (user_frames or frames)[-1]
     location = f"{Path(last.filename).name}, line {last.lineno}"
-    guesses: list[str] = []
-    if isinstance(error, AttributeError) and error.name and error.obj is not None:
-        guesses = difflib.get_close_matches(error.name, [word for word in dir(error.obj) if word[0] != "_"], n=1)
-    elif isinstance(error, NameError) and error.name:
-        innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-        guesses = difflib.get_close_matches(error.name, [*innermost.f_locals, *innermost.f_globals], n=1)
-    hint = f"; did you mean {guesses[0]!r}?" if guesses else ""
-    return ConfigError(f"{name} raised {type(error).__name__}: {error}{hint} ({location})")
+    return ConfigError(f"{name} raised {type(error).__name__}: {error} ({location})")
 
 
 def from_user(error: Exception) -> bool:

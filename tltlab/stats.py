@@ -217,18 +217,6 @@ def intraclass_correlation(between: float, within: float, size: float) -> float 
     return max(0.0, (between - within) / total) if total else None
 
 
-def resampled_ratio(top: Floats, bottom: Floats) -> Span:
-    """The 95 % interval of sum(top) / sum(bottom) from 1000 resamples of rows; (nan, nan) below three.
-
-    Percentiles with their own seed: for figures on a page, which shall not change from one writing to the next.
-    """
-    if len(top) < 3:
-        return math.nan, math.nan
-    drawn = np.random.default_rng(0).integers(len(top), size=(1000, len(top)))
-    low, high = np.quantile(top[drawn].sum(axis=1) / bottom[drawn].sum(axis=1), [0.025, 0.975])
-    return float(low), float(high)
-
-
 def _checked(a: Sequence[float] | Floats, b: Sequence[float] | Floats) -> tuple[Floats, Floats]:
     first, second = np.asarray(a, np.float64), np.asarray(b, np.float64)
     if first.ndim != 1 or first.shape != second.shape:

@@ -33,7 +33,6 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .drafter_pool import DrafterPool, ResponseTokens
 from .guard import Guard, notify
-from .metrics import Samples, Tally
 from .requests import BatchRequests, Drafting, LiveRequest, Observer
 from .tracker import Clock, Iteration, IterationTracker, SampledTokens, Stopwatch
 
@@ -54,8 +53,7 @@ class Control:
     `watched` replaces `scheduled`. The stopwatch `inside` covers all work here except drafting, `deciding` the policy
 
     An exception in the policy is logged and disables it: the engine decodes plainly, and `failure` has the message
-    until another policy is set. A `tally` counts iterations for `metrics`. Where the policy `repeats` its drafts
-    whatever else runs, a request with a seed has drafts from its own text; elsewhere it has none.
+    until another policy is set.
     """
 
     def __init__(
@@ -65,16 +63,12 @@ class Control:
         worker: int = 0,
         overlapped: bool = False,
         clock: Clock = time.perf_counter,
-        tally: Tally | None = None,
     ) -> None:
         self.drafters = drafters
         self.overlapped = overlapped
         self.driver = PolicyDriver(worker=worker)
         self.deciding = Stopwatch(clock)
-        self._tally = tally or Tally()
-        self.tracker = IterationTracker(
-            self._deliver, worker=worker, overlapped=overlapped, clock=clock, on_end=self._tally.add
-        )
+        self.tracker = IterationTracker(self._deliver, worker=worker, overlapped=overlapped, clock=clock)
         self._policy: Policy | None = None
         self.inside = Stopwatch(clock)
         self.drafting = Stopwatch(clock)
@@ -86,7 +80,6 @@ class Control:
         self.observers: tuple[Observer, ...] = ()
         # Number of requests that allow no drafts for any request in the batch.
         self._draftless = 0
-        self.repeats = False
         self._turn = 0
         # Lower bound of `_room` over all requests.
         self._least_room = 0
@@ -109,7 +102,6 @@ class Control:
             selector.drafts_with(self.drafters.registry)
             refuse_needs(selector)
             self.driver.take(selector, budget)
-            self.repeats = self.drafters.repeats(selector.strategies, self.driver.budget)
             self._batch_places, self._least_room = None, 0
         self.guard.failure = ""
 
@@ -122,7 +114,7 @@ class Control:
         """Draft nothing more, so that running requests complete."""
         self.drafters.use([NO_SPECULATION], self.live.values())
         self.driver.take(None)
-        self.repeats, self._batch_places, self._least_room = False, None, 0
+        self._batch_places, self._least_room = None, 0
 
     def suspend(self) -> None:
         """Decode plainly until `resume`; the policy neither chooses nor learns."""
@@ -157,15 +149,6 @@ class Control:
         if self._policy is None:
             return None
         return self._policy.name or f"{self._policy.selector.kind} {_digest(self._policy)}"
-
-    def metrics(self) -> Samples:
-        """Return counts of iterations by arm since the start, and the active policy, by `metrics.FAMILIES`."""
-        samples: dict[tuple[str, ...], float] = {}
-        if self._policy is not None:
-            samples["policy_info", self._policy.selector.kind, _digest(self._policy), self.failure] = 1
-        for drafter, sentence in self.alarm.collapsed.items():
-            samples["drafter_collapsed", drafter] = bool(sentence)
-        return {**samples, **self._tally.counts}
 
     def state_dict(self, history: bool = True) -> dict[str, Any]:
         """Return the learned state of policy, budget and drafters, from which a rollout can be repeated.
@@ -228,13 +211,13 @@ class Control:
         self._draftless += drafting == "none beside"
         self._least_room = min(self._least_room, self._room(live))
         self._batch_places = None
-        self.drafters.open(live, own=drafting == "own" and self.repeats)
+        self.drafters.open(live)
         for observer in self.observers:
             observer.arrived(live)
         return live
 
     def _drafts_for(self, live: LiveRequest) -> bool:
-        return not self._draftless and (live.drafting == "any" or (live.drafting == "own" and self.repeats))
+        return not self._draftless and live.drafting == "any"
 
     def _room(self, live: LiveRequest) -> int:
         """Most tokens worth drafting for a request: verification adds one token of its own."""
@@ -370,10 +353,10 @@ class Control:
             with self.inside:
                 places, lives, depths = self._draft_orders(request_ids, strategy)
             with self.drafting:
-                names, drafts = self.drafters.propose(
+                name, drafts = self.drafters.propose(
                     strategy, depths, [learned[n] for n in places] if learned else [[]] * len(depths)
                 )
-            for live, name in zip(lives, names, strict=True):
+            for live in lives:
                 live.drafter = name
             if len(places) < len(request_ids):
                 made = dict(zip(places, drafts, strict=True))

@@ -1,7 +1,7 @@
 """The drafters of one engine by name: strategies an engine can run, drafts per request, recent acceptance.
 
 Model-free drafters propose here, next to the scheduler. A learned drafter proposes in the engine's workers and its
-tokens pass through. A hybrid decides between the two for each request.
+tokens pass through.
 """
 
 from __future__ import annotations
@@ -9,21 +9,17 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tltlab.config import counted
 from tltlab.coordination.canary import Canary, CanaryConfig, DraftCounts, DraftPositions, Verdict, check_chances
-from tltlab.drafters.base import Draft, Drafter, Key
-from tltlab.drafters.budget import DraftBudget, UniformBudget
+from tltlab.drafters.base import Drafter, Key
 from tltlab.drafters.specs import (
     DEFAULT_DRAFTERS,
     Drafters,
     DrafterSpec,
-    HybridSpec,
     LearnedSpec,
-    NgramSpec,
-    SuffixSpec,
     traits_of,
 )
 from tltlab.errors import ConfigError, RunError, did_you_mean
@@ -35,13 +31,6 @@ from .tracker import Clock
 
 ResponseTokens = tuple[Key, Sequence[int], Sequence[int]]
 """A key, the tokens of its prompt and the tokens of its response so far."""
-
-_ESTIMATE_WEIGHT = 0.02
-"""Weight of the newest draft in a drafter's mean of accepted tokens: about the last fifty drafts count."""
-
-
-_REPEATING = NgramSpec, SuffixSpec, LearnedSpec
-"""Kinds of drafters that can draft from a request's own text alone. The state of a user's own class is unknown."""
 
 
 class DrafterCollapsed(RunError):
@@ -73,52 +62,32 @@ class DrafterReport:
 class _Feed:
     """A model-free drafter in use, named `name`, and the turn at which it was last fed.
 
-    `behind` is True while text waits to be looked up. A request with an `own` drafter is unknown to the shared one.
+    `behind` is True while text waits to be looked up.
     """
 
     name: str
     drafter: Drafter
-    own: dict[Key, Drafter] = field(default_factory=dict)
     turn: float = -math.inf
     behind: bool = False
 
-    def open(self, live: LiveRequest, own: Drafter | None) -> None:
-        """Begin a request with its prompt; only `own`, if given, sees its text."""
+    def open(self, live: LiveRequest) -> None:
+        """Begin a request with its prompt."""
         live.shown[self.name] = 0
-        if own is not None:
-            self.own[live.key] = own
-        (own or self.drafter).open(live.key, live.prompt)
+        self.drafter.open(live.key, live.prompt)
 
     def feed(self, lives: Iterable[LiveRequest]) -> None:
         """Show the drafter what requests have generated since."""
         for live in lives:
             shown = live.shown[self.name]
             if new := live.output[shown:]:
-                (self.own.get(live.key) or self.drafter).extend(live.key, new)
+                self.drafter.extend(live.key, new)
                 live.shown[self.name] = shown + len(new)
-
-    def propose_all(self, queries: Sequence[tuple[Key, int]]) -> list[Draft]:
-        """Return a draft for each (key, depth), in order."""
-        if not self.own:
-            return self.drafter.propose_all(queries)
-        shared = iter(self.drafter.propose_all([query for query in queries if query[0] not in self.own]))
-        return [self.own[key].propose(key, depth) if key in self.own else next(shared) for key, depth in queries]
-
-    def observe_all(self, verified: Sequence[tuple[Key, int, int]]) -> None:
-        """Report verified drafts, see `Drafter.observe_all`."""
-        if self.own:
-            for draft in verified:
-                if draft[0] in self.own:
-                    self.own[draft[0]].observe(*draft)
-            verified = [draft for draft in verified if draft[0] not in self.own]
-        self.drafter.observe_all(verified)
 
     def close(self, live: LiveRequest) -> None:
         """End a request; the rest of its text is shown first."""
-        if self.own.pop(live.key, None) is None:
-            if new := live.output[live.shown[self.name] :]:
-                self.drafter.extend(live.key, new)
-            self.drafter.close(live.key)
+        if new := live.output[live.shown[self.name] :]:
+            self.drafter.extend(live.key, new)
+        self.drafter.close(live.key)
 
 
 class DrafterPool(Mapping[str, DrafterState]):
@@ -142,7 +111,6 @@ class DrafterPool(Mapping[str, DrafterState]):
         self.specs = dict(DEFAULT_DRAFTERS if drafters is None else drafters)
         self._model_free: dict[str, Drafter] = {}
         self._weights = DrafterState()
-        self._accept_estimates: dict[str, float] = {}
         self._counts: defaultdict[str, DraftCounts] = defaultdict(DraftCounts)
         self.canary = Canary(CanaryConfig())
         self._awaited_state: dict[str, Any] | None = None
@@ -155,15 +123,6 @@ class DrafterPool(Mapping[str, DrafterState]):
         fallback = self._learned_spec.fallback if self._learned_spec is not None else None
         if fallback is not None and (fallback not in self.specs or not self._is_model_free(fallback)):
             raise ConfigError(f"drafter {self.learned}: its fallback {fallback!r} is no model-free drafter here")
-        for name, spec in self.specs.items():
-            if isinstance(spec, HybridSpec):
-                for part in (spec.first, spec.otherwise):
-                    if part not in self.specs or isinstance(self.specs[part], HybridSpec):
-                        raise ConfigError(f"drafter {name} is a hybrid of {part!r}, and the engine has no such drafter")
-                if spec.first == self.learned:
-                    raise ConfigError(
-                        f"drafter {name}: a hybrid's first drafter must be model-free, got {spec.first!r}"
-                    )
 
     @property
     def registry(self) -> Drafters:
@@ -185,7 +144,7 @@ class DrafterPool(Mapping[str, DrafterState]):
                 continue
             feed = self._drafter_feeds[name] = _Feed(name, drafter)
             for live in lives:
-                feed.open(live, self._own_drafter(name) if live.alone else None)
+                feed.open(live)
         for feed in previous.values():
             for live in lives:
                 feed.close(live)
@@ -236,15 +195,6 @@ class DrafterPool(Mapping[str, DrafterState]):
         registry = self.registry
         return registry[name].has_network if name in {*registry} else not name.startswith("ngram")
 
-    def repeats(self, strategies: Sequence[Strategy], budget: DraftBudget) -> bool:
-        """Return True if a request opened with `own` has the same drafts each time, independent of other requests.
-
-        This holds for one draft depth, shared out evenly, of a drafter that needs only the request's text.
-        """
-        parts = [self.specs[part] for s in strategies if s.speculates for part in self._parts(s.drafter)]
-        alike = len(strategies) == 1 and len(parts) <= 1 and isinstance(budget, UniformBudget)
-        return alike and all(isinstance(spec, _REPEATING) for spec in parts)
-
     @property
     def feeds(self) -> bool:
         """True if a model-free drafter is in use."""
@@ -285,43 +235,26 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     def propose(
         self, strategy: Strategy, depths: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
-    ) -> tuple[list[str], list[list[int]]]:
-        """Return drafters and drafts of at most `depth` tokens per (key, depth); workers made the `learned` drafts."""
-        if not depths:
-            return [], []
-        spec = self.specs[strategy.drafter]
-        if not isinstance(spec, HybridSpec):
-            name, drafts = self._propose(strategy.drafter, depths, learned)
-            return [name] * len(drafts), drafts
-        first, otherwise = spec.first, spec.otherwise
-        estimate = self._accept_estimates.get(otherwise, 0.0) if otherwise != self.learned or self._serves() else 0.0
-        firsts = self._drafter_feeds[first].propose_all(depths)
-        names, drafts = [first] * len(firsts), [draft.tokens for draft in firsts]
-        places = [n for n, (_, depth) in enumerate(depths) if not spec.choose(firsts[n], min(estimate, depth))]
-        name, replacements = self._propose(otherwise, [depths[n] for n in places], [learned[n] for n in places])
-        for n, draft in zip(places, replacements, strict=True):
-            names[n], drafts[n] = name, draft
-        return names, drafts
-
-    def _propose(
-        self, name: str, depths: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
     ) -> tuple[str, list[list[int]]]:
+        """Return the drafter asked, and a draft of at most `depth` tokens per (key, depth).
+
+        Workers made the `learned` drafts.
+        """
+        name = strategy.drafter
+        if not depths:
+            return name, []
         if self._learned_spec is not None and name == self.learned:
             if self._serves():
                 return name, [draft[:depth] for (_, depth), draft in zip(depths, learned, strict=True)]
             if self._learned_spec.fallback is None:
                 return name, [[] for _ in depths]
             name = self._learned_spec.fallback
-        return name, [draft.tokens for draft in self._drafter_feeds[name].propose_all(depths)]
+        return name, [draft.tokens for draft in self._drafter_feeds[name].drafter.propose_all(depths)]
 
     def observe(self, name: str, verified: Sequence[tuple[Key, int, int]]) -> None:
         """Record verified drafts of `name`: (key, number of drafted tokens, number of accepted tokens) each."""
         if not verified:
             return
-        estimate = self._accept_estimates.get(name, float(verified[0][2]))
-        for _, _, num_accepted in verified:
-            estimate += _ESTIMATE_WEIGHT * (num_accepted - estimate)
-        self._accept_estimates[name] = estimate
         if name == self.learned:
             for _, num_drafted, num_accepted in verified:
                 self._counts[name].add(num_drafted, num_accepted)
@@ -331,7 +264,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         for (num_drafted, num_accepted), times in outcomes.items():
             self._counts[name].add(num_drafted, num_accepted, times)
         if name in self._drafter_feeds:
-            self._drafter_feeds[name].observe_all(verified)
+            self._drafter_feeds[name].drafter.observe_all(verified)
 
     def begin(self, rl_step: int) -> None:
         """Begin a rollout of `rl_step`. A repeated RL step, or an evaluation's -1, ages no drafter."""
@@ -344,15 +277,10 @@ class DrafterPool(Mapping[str, DrafterState]):
             self._weights = replace(self._weights, age=0 if self._fresh else self._weights.age + 1)
             self._fresh = False
 
-    def open(self, live: LiveRequest, *, own: bool = False) -> None:
-        """Add a request with its prompt.
-
-        With `own` a separate drafter drafts for it from its own text alone, and no other request is drafted for from
-        that text. Drafters outside `repeats` ignore `own`.
-        """
-        live.alone = own
-        for name, feed in self._drafter_feeds.items():
-            feed.open(live, self._own_drafter(name) if own else None)
+    def open(self, live: LiveRequest) -> None:
+        """Add a request with its prompt."""
+        for feed in self._drafter_feeds.values():
+            feed.open(live)
 
     def close(self, live: LiveRequest) -> None:
         """Remove a request, its output complete."""
@@ -371,10 +299,9 @@ class DrafterPool(Mapping[str, DrafterState]):
             feed.drafter.recall(responses)
 
     def forget(self) -> None:
-        """Clear the history and the acceptance estimate of every model-free drafter."""
+        """Clear the history of every model-free drafter."""
         for drafter in self._model_free.values():
             drafter.forget()
-        self._accept_estimates = {}
         self._counts.clear()
 
     @property
@@ -383,13 +310,12 @@ class DrafterPool(Mapping[str, DrafterState]):
         return sum(getattr(feed.drafter, "memory_bytes", 0) for feed in self._drafter_feeds.values())
 
     def state_dict(self, history: bool = True) -> dict[str, Any]:
-        """Return the history and acceptance estimates of the drafters in use, as of between rollouts.
+        """Return the history of the drafters in use, as of between rollouts.
 
         Without `history` the remembered responses are left out: the caller recalls them after loading.
         """
         return {
             "drafters": {name: feed.drafter.state_dict() for name, feed in self._drafter_feeds.items() if history},
-            "lately": dict(self._accept_estimates),
             "canary": self.canary.state_dict(),
             "updates": self._weights.updates,
             "age": self._weights.age,
@@ -405,7 +331,6 @@ class DrafterPool(Mapping[str, DrafterState]):
         """
         for name, feed in self._drafter_feeds.items():
             feed.drafter.load_state_dict(state["drafters"].get(name, {}))
-        self._accept_estimates = dict(state["lately"])
         # Acceptance of some weights is no evidence about others; the weights it belongs to may still arrive.
         self._awaited_state = None
         if state["updates"] == self._weights.updates:
@@ -437,7 +362,6 @@ class DrafterPool(Mapping[str, DrafterState]):
         updates = self._weights.updates + 1 if updates is None else updates
         self._weights = DrafterState(updates=updates)
         self._fresh = True
-        self._accept_estimates.pop(self.learned, None)
         self._counts.clear()
         self.canary.expect(predicted, f"weights of {counted(updates, 'update')} were swapped in{self._when()}")
         state, self._awaited_state = self._awaited_state, None
@@ -488,8 +412,6 @@ class DrafterPool(Mapping[str, DrafterState]):
     def _parts(self, name: str) -> tuple[str, ...]:
         """Return the drafters that a strategy naming `name` may use."""
         spec = self.specs[name]
-        if isinstance(spec, HybridSpec):
-            return (*self._parts(spec.first), *self._parts(spec.otherwise))
         if isinstance(spec, LearnedSpec) and spec.fallback is not None:
             return name, spec.fallback
         return (name,)
@@ -497,14 +419,12 @@ class DrafterPool(Mapping[str, DrafterState]):
     def _candidates(self, name: str) -> tuple[str, ...]:
         """Return the model-free drafters that a strategy naming `name` may ask in the present state."""
         spec = self.specs[name]
-        if isinstance(spec, HybridSpec):
-            return tuple(dict.fromkeys((*self._candidates(spec.first), *self._candidates(spec.otherwise))))
         if isinstance(spec, LearnedSpec):
             return () if spec.fallback is None or self._serves() else (spec.fallback,)
         return (name,)
 
     def _is_model_free(self, name: str) -> bool:
-        return not isinstance(self.specs[name], LearnedSpec | HybridSpec)
+        return not isinstance(self.specs[name], LearnedSpec)
 
     def _serves(self) -> bool:
         """Return True if the learned drafter is there, fresh enough and trusted."""
@@ -516,14 +436,10 @@ class DrafterPool(Mapping[str, DrafterState]):
     def _when(self) -> str:
         return f" at RL step {self._rl_step}" if self._rl_step >= 0 else ""
 
-    def _own_drafter(self, name: str) -> Drafter | None:
-        spec = self.specs[name]
-        return spec.build() if isinstance(spec, NgramSpec | SuffixSpec) else None
-
     def _drafter(self, name: str) -> Drafter:
         drafter = self._model_free.get(name)
         if drafter is None:
             spec = self.specs[name]
-            assert not isinstance(spec, LearnedSpec | HybridSpec)
+            assert not isinstance(spec, LearnedSpec)
             drafter = self._model_free[name] = spec if isinstance(spec, Drafter) else spec.build()
         return drafter

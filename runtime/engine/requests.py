@@ -9,10 +9,8 @@ from typing import Any, Literal
 
 from tltlab.drafters.base import Key
 
-Drafting = Literal["any", "own", "none", "none beside"]
-"""Drafts that a request may have: "any"; only from its "own" text, which makes its tokens repeatable by seed; "none";
-or "none beside", which also excludes drafts for other requests in the batch.
-"""
+Drafting = Literal["any", "none", "none beside"]
+"""Drafts that a request may have: "any", "none", or "none beside", which excludes others' in the batch too."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -21,8 +19,8 @@ class LiveRequest:
 
     `output` is a live view of its tokens. It arrived at `arrived_s` and had its first token at `first_token_s`, in
     seconds of the tracker's clock. `drafter` made the draft in flight; each model-free drafter was `shown` so many
-    tokens of the output, or where it is `alone` one that sees no other request. It arrived under `version` of the
-    weights, and had so many tokens at each of the `updates` since.
+    tokens of the output. It arrived under `version` of the weights, and had so many tokens at each of the `updates`
+    since.
 
     `computed` tokens were sampled for it and its client got the first `kept`, both as of `Control.finish`; a client
     that aborts it says how many it `got`. `ended` is the reason and the time at which its turn ended, before it left.
@@ -41,7 +39,6 @@ class LiveRequest:
     drafted: int = 0
     accepted: int = 0
     shown: dict[str, int] = field(default_factory=dict)
-    alone: bool = False
     version: int = 0
     updates: list[int] = field(default_factory=list)
     computed: int = 0

@@ -148,8 +148,8 @@ class IterationTracker:
     (`Control`).
 
     `num_scheduled` iterations of this rollout were scheduled. `begin` opens a rollout and `end` closes it; outside of
-    rollouts outcomes are delivered and no rows are kept. `on_end` receives each ended iteration. Times in rows are
-    seconds since `origin`, the time of `begin`. `verified` takes O(batch), everything else O(1); a rollout holds
+    rollouts outcomes are delivered and no rows are kept. Times in rows are seconds since `origin`, the time of `begin`.
+    `verified` takes O(batch), everything else O(1); a rollout holds
     O(batch) per iteration that verified drafts.
     """
 
@@ -160,13 +160,11 @@ class IterationTracker:
         worker: int = 0,
         overlapped: bool = False,
         clock: Clock = time.perf_counter,
-        on_end: Callable[[Iteration], object] = lambda _: None,
     ) -> None:
         self.worker = worker
         self.overlapped = overlapped
         self.clock = clock
         self._notify = notify
-        self._on_end = on_end
         self.clear()
         self._zeros: tuple[int, ...] = ()
         self.in_flight: deque[Iteration] = deque()
@@ -292,7 +290,6 @@ class IterationTracker:
             self.ended.append(iteration)
         if iteration.decided and iteration.verified.learns:
             self._notify(iteration.verified, iteration.outcome, iteration)
-        self._on_end(iteration)
 
     def drain(self, keep: int = 0) -> EndedIterations:
         """Return and clear the ended iterations of the rollout, all but the `keep` newest."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +15,6 @@ from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
-from tltlab.lengths.fit import Makespan, outlook
 from tltlab.options import command
 from tltlab.own import code_allowed
 from tltlab.planning.composition import asynchronous
@@ -27,12 +26,10 @@ from tltlab.sim.printed import summary_lines
 from tltlab.sim.rl_steps import load_topology
 from tltlab.sim.rl_steps import summary as whole_steps
 from tltlab.sim.scenario import Scenario, policy_name
-from tltlab.sim.simulate import SimResult
 from tltlab.sim.study.sample import Scenarios
 from tltlab.sim.study.study import Cell
 from tltlab.sim.study.systems import cell_named
 from tltlab.traces.schema import MANIFEST_FILE
-from tltlab.traces.trace import Trace
 
 
 @command
@@ -139,32 +136,15 @@ def simulate(
     assumptions = () if cell.system is None else cell.system.assumptions
     if machine is not None and whole is not None and not stages:
         assumptions = (*assumptions, *machine.assumed)
-    changed = system is not None or staleness or config.max_response_tokens is not None
-    ahead = None if changed else another_step(source, result)
     composed = {} if system is None else {"system": system, "assumptions": list(assumptions)}
-    summary = (
-        result.summary
-        | {"another_rl_step": ahead and asdict(ahead), "speedup": speed_up}
-        | composed
-        | ({} if whole is None else whole_steps(whole))
-    )
+    summary = result.summary | {"speedup": speed_up} | composed | ({} if whole is None else whole_steps(whole))
     if out is not None:
         (whole or result).trace.write(out)
     lines, granted = summary_lines(summary), result.scenario.acceptance
-    if ahead is not None:
-        lines.insert(1, ("", f"{ahead}, from lengths alone"))
     if config.spot is not None and (granted is None or granted.trained_drafter is None):
         lines.append(("", "it changes nothing here: only acceptance of kind fresh depends on training"))
     lines += [("assumed", note) for note in assumptions]
     emit(summary, as_json=as_json, text=table([], lines, words=True))
-
-
-def another_step(source: Trace, result: SimResult) -> Makespan | None:
-    """Makespan of another RL step with lengths like those of the source; costs and acceptance are taken as they are."""
-    timed = [
-        (step.requests.trained_tokens.astype(float), step.finish_s, float(step.makespan_s)) for step in result.rollouts
-    ]
-    return outlook(source, timed).makespan
 
 
 def default_drafter(model: Acceptance | None, costs: CostModel | type[CostModel] | Source | None) -> str:

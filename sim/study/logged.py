@@ -21,7 +21,9 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
 from .band import SpeedUp, Times
+from .jobs import side_by_side
 from .sample import Scenarios, samples
+from .study import Cell
 
 ShareOf = Literal["log", "preset"]
 
@@ -99,16 +101,19 @@ class LoggedRun:
             return NO_SPECULATION
         return self.drafting.strategy
 
-    def seconds(self, rl_steps: Sequence[int]) -> Floats:
-        """Simulated seconds of rollouts that draft as the log's did, each with its own accept length."""
-        found = []
+    def seconds(self, rl_steps: Sequence[int], jobs: int | None = 1) -> Floats:
+        """Simulated seconds of rollouts that draft as the log's did, each with its own accept length.
+
+        `jobs` processes (None: one per core) share the RL steps.
+        """
+        tasks = []
         for rl_step in rl_steps:
             strategy, changes = self.strategy(rl_step), dict[str, Any]()
             if self.drafting is not None and strategy.speculates:
                 changes["acceptance"] = self.drafting.acceptance(float(self.drafting.accept_length[rl_step]))
-            scenario = self.scenarios.of([rl_step], **changes)
-            found.append(scenario.rollouts(Policy(selector=FixedSpec(strategy=strategy)))[0].makespan_s)
-        return np.array(found)
+            scenario, policy = self.scenarios.of([rl_step], **changes), Policy(selector=FixedSpec(strategy=strategy))
+            tasks.append(Cell(name="as logged", policy=policy, scenario=scenario).makespans)
+        return np.array([row["makespan_s"] for (row,) in side_by_side(tasks, jobs=jobs)])
 
     def running(self, rl_steps: Sequence[int], plain: Times) -> Times | None:
         """Seconds of the log's own run in these RL steps; None where the log has no drafting."""

@@ -1,6 +1,4 @@
-"""Cases for tuning and judging a policy: RL steps of one or several traces, under costs that are right or off; and the
-per-iteration oracle, which knows these costs.
-"""
+"""Cases for tuning and judging a policy, RL steps of one or several traces; and the per-iteration oracle."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,7 +19,6 @@ from tltlab.policies.selector import Selector
 from tltlab.policies.specs import CustomSpec, FixedSpec
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.study.band import InputErrors, at_range_ends
 from tltlab.sim.study.sample import spread
 from tltlab.sim.study.study import Cell, Study, makespans_of
 from tltlab.state import StepState
@@ -135,108 +131,71 @@ def _mean_tokens(scenario: Scenario, strategy: Strategy) -> float:
 ORACLE = "per-iteration oracle"
 LEVEL = 1e-3
 """Policies whose scores differ by less than this share need no more seeds."""
-_PLAIN = {"none": load_policy("none")}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuningCase:
-    """RL steps of the `trace`-th trace under one assumption about costs and acceptance."""
+def some_steps(scenario: Scenario, num: int) -> Scenario:
+    """Return the scenario with so many of its RL steps, spread over them."""
+    at = spread(range(len(scenario.steps)), num)
+    return replace(scenario, steps=tuple(scenario.steps[i] for i in at), queues=tuple(scenario.queues[i] for i in at))
 
-    name: str
-    trace: int
-    scenario: Scenario
 
-    def some(self, num: int) -> TuningCase:
-        """The case with so many of its RL steps, spread over them."""
-        at = spread(range(len(self.scenario.steps)), num)
-        steps, queues = tuple(self.scenario.steps[i] for i in at), tuple(self.scenario.queues[i] for i in at)
-        return replace(self, scenario=replace(self.scenario, steps=steps, queues=queues))
-
-    def perturbed(self, error: float, drafters: tuple[str, ...]) -> list[TuningCase]:
-        """Return the case with the costs of speculation, and with tokens per draft, off by this share either way.
-
-        Raises ConfigError where acceptance is replayed.
-        """
-        known = self.scenario.acceptance
-        if known is None or known.varies_by == "position":
-            raise ConfigError("a cost error needs an acceptance model, such as a fitted one or geometric:ALPHA")
-        tokens = dict.fromkeys(drafters, (1.0 / (1.0 + error), 1.0 + error))
-        ends = at_range_ends(self.scenario, InputErrors(speed_up=error, seconds=error, tokens=tokens))
-        return [
-            replace(self, name=f"{self.name}: {source}, {'lower' if at == 0 else 'upper'} end", scenario=scenario)
-            for source, both in ends.items()
-            for at, scenario in enumerate(both)
-        ]
-
-    def batch_times(self) -> dict[int, tuple[float, float]]:
-        """By batch size: plain iterations per RL step that workers spend at it, and their mean context."""
-        times: dict[int, float] = defaultdict(float)
-        contexts: dict[int, float] = defaultdict(float)
-        fluid = replace(self.scenario, mode="fluid")
-        for columns, _ in (rollout.columns() for rollout in fluid.each_rollout(load_policy("none"))):
-            n, b = columns.num_iterations, columns.batch
-            middle = columns.context_tokens + b * (n - 1) / 2
-            for batch, count, context in zip(b.tolist(), n.tolist(), (n * middle).tolist(), strict=True):
-                times[batch] += count
-                contexts[batch] += context
-        steps = len(self.scenario.steps)
-        return {b: (times[b] / steps, contexts[b] / times[b]) for b in sorted(times)}
+def batch_times(scenario: Scenario) -> dict[int, tuple[float, float]]:
+    """By batch size: plain iterations per RL step that workers spend at it, and their mean context."""
+    times: dict[int, float] = defaultdict(float)
+    contexts: dict[int, float] = defaultdict(float)
+    fluid = replace(scenario, mode="fluid")
+    for columns, _ in (rollout.columns() for rollout in fluid.each_rollout(load_policy("none"))):
+        n, b = columns.num_iterations, columns.batch
+        middle = columns.context_tokens + b * (n - 1) / 2
+        for batch, count, context in zip(b.tolist(), n.tolist(), (n * middle).tolist(), strict=True):
+            times[batch] += count
+            contexts[batch] += context
+    steps = len(scenario.steps)
+    return {b: (times[b] / steps, contexts[b] / times[b]) for b in sorted(times)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuningCases:
-    """Cases that count together: their mean, or (`robust`) the worst of them relative to plain decoding."""
+    """RL steps of one or several traces, a scenario for each trace, that count together by their mean."""
 
-    cases: tuple[TuningCase, ...]
-    robust: bool
+    scenarios: tuple[Scenario, ...]
     jobs: int | None = 1
 
-    @property
-    def objective(self) -> str:
-        if self.robust:
-            return f"largest ratio to plain decoding over {len(self.cases)} cases, simulated"
-        return "mean makespan of the RL steps, simulated"
-
-    @cached_property
-    def nominal(self) -> tuple[TuningCase, ...]:
-        """One case per trace, under the costs as they were given."""
-        return tuple({case.trace: case for case in reversed(self.cases)}.values())[::-1]
-
     def some(self, share: float, least: int) -> TuningCases:
-        """This share of each case's RL steps, `least` or more, spread over them."""
-        chosen = [case.some(max(least, math.ceil(share * len(case.scenario.steps)))) for case in self.cases]
-        return replace(self, cases=tuple(chosen))
+        """This share of each trace's RL steps, `least` or more, spread over them."""
+        chosen = [some_steps(each, max(least, math.ceil(share * len(each.steps)))) for each in self.scenarios]
+        return replace(self, scenarios=tuple(chosen))
 
     def granted(self, policy: Policy) -> dict[str, Any]:
         """The policy's `drafters` and the `acceptance` of each in words: `Scenario.granted` of all traces."""
-        rows = [case.scenario.granted(policy.strategies) for case in self.nominal]
+        rows = [scenario.granted(policy.strategies) for scenario in self.scenarios]
         texts = {name: dict.fromkeys(row["acceptance"][name] for row in rows) for name in rows[0]["drafters"]}
         return {"drafters": rows[0]["drafters"], "acceptance": {name: " / ".join(text) for name, text in texts.items()}}
 
     def makespans(
         self, policies: Mapping[str, Policy], *, mode: str, seeds: Sequence[int], oracle: Sequence[Strategy] = ()
     ) -> dict[str, list[Floats]]:
-        """Simulate every policy in every case; the mean over seeds, which all policies share.
+        """Simulate every policy on every trace; the mean over seeds, which all policies share.
 
-        With strategies of an `oracle` also `ORACLE`, which knows each case's costs and whose choices hold at once.
+        With strategies of an `oracle` also `ORACLE`, which knows each trace's costs and whose choices hold at once.
         """
         cells = []
-        for at, case in enumerate(self.cases):
+        for at, each in enumerate(self.scenarios):
             for seed in seeds:
-                scenario = replace(case.scenario, mode=mode, seed=seed)
-                cell = Cell(name=ORACLE, policy=_PLAIN["none"], scenario=scenario, axes={"case": at})
+                scenario = replace(each, mode=mode, seed=seed)
+                of_case = [Cell(name=n, policy=p, scenario=scenario, axes={"case": at}) for n, p in policies.items()]
                 if oracle:
-                    cells.append(replace(cell, policy=oracle_policy(case.scenario, oracle), delay=0))
-                cells += [replace(cell, name=name, policy=policy) for name, policy in policies.items()]
+                    of_case.insert(0, replace(of_case[0], name=ORACLE, policy=oracle_policy(each, oracle), delay=0))
+                cells += of_case
         table = Study(cells=cells, details=False, jobs=self.jobs).table()
         if failed := table.attrs["failed"]:
             raise ConfigError("; ".join(f"{label}: {why}" for label, why in failed.items()))
         by_cell = makespans_of(table)
-        each: dict[tuple[str, int], list[Floats]] = defaultdict(list)
+        each_seed: dict[tuple[str, int], list[Floats]] = defaultdict(list)
         for number, cell in enumerate(cells):
-            each[cell.name, cell.axes["case"]].append(by_cell[number])
+            each_seed[cell.name, cell.axes["case"]].append(by_cell[number])
         names = [*policies, *([ORACLE] if oracle else [])]
-        return {name: [np.mean(each[name, at], axis=0) for at in range(len(self.cases))] for name in names}
+        return {name: [np.mean(each_seed[name, at], axis=0) for at in range(len(self.scenarios))] for name in names}
 
     def race(self, policies: Mapping[str, Policy], *, seeds: Sequence[int], seed: int) -> dict[str, float]:
         """Scores of policies in sampled mode, relative to the best one's, over as many of the `seeds` as that takes.
@@ -253,65 +212,36 @@ class TuningCases:
             return [np.mean(rows, axis=0) for rows in zip(*runs[name][:count], strict=True)]
 
         for count, each in enumerate(seeds, 1):
-            chosen = _PLAIN | {name: policies[name] for name in running}
+            chosen = {name: policies[name] for name in running}
             for name, rows in self.makespans(chosen, mode="sampled", seeds=[each]).items():
                 runs[name].append(rows)
-            plain = mean("none", count)
-            leader = min(running, key=lambda name: self.score(mean(name, count), plain))
+            leader = min(running, key=lambda name: mean_s(mean(name, count)))
             over = {
-                name: self.ratio(mean(name, count), mean(leader, count), plain, seed=seed)
-                for name in running
-                if name != leader
+                name: ratio(mean(name, count), mean(leader, count), seed=seed) for name in running if name != leader
             }
             running = [name for name in running if name == leader or not over[name].low > 1.0]
             if all(over[name].high <= 1.0 + LEVEL for name in running if name != leader):
                 break
-        return {
-            name: self.score(mean(name, n), mean("none", n)) / self.score(mean(leader, n), mean("none", n))
-            for name in policies
-            for n in [len(runs[name])]
-        }
+        return {name: mean_s(mean(name, n)) / mean_s(mean(leader, n)) for name in policies for n in [len(runs[name])]}
 
     def bounds_s(self, policy: Policy) -> Floats | None:
-        """Return `Scenario.bound_of` each nominal RL step; None under a per-request budget."""
-        bounds = [case.scenario.bound_of(policy) for case in self.nominal]
+        """Return `Scenario.bound_of` each RL step; None under a per-request budget."""
+        bounds = [scenario.bound_of(policy) for scenario in self.scenarios]
         known = [bound for bound in bounds if bound is not None]
         return np.concatenate(known) if len(known) == len(bounds) else None
 
-    def mean_s(self, seconds: Sequence[Floats]) -> float:
-        """Seconds of a nominal RL step on average."""
-        chosen = [row for case, row in zip(self.cases, seconds, strict=True) if case in self.nominal]
-        return float(np.concatenate(chosen).mean())
 
-    def score(self, seconds: Sequence[Floats], plain: Sequence[Floats]) -> float:
-        """Objective that tuning minimises."""
-        if not self.robust:
-            return float(np.concatenate(seconds).mean())
-        return max(float(a.sum() / b.sum()) for a, b in zip(seconds, plain, strict=True))
+def mean_s(seconds: Sequence[Floats]) -> float:
+    """Seconds of an RL step on average: the objective that tuning minimises."""
+    return float(np.concatenate(seconds).mean())
 
-    def ratio(
-        self,
-        seconds: Sequence[Floats],
-        reference: Sequence[Floats],
-        plain: Sequence[Floats],
-        *,
-        seed: int,
-        paired: Callable[..., Interval] = paired_ratio,
-    ) -> Interval:
-        """Score of one policy over another's with its 95 % interval over the RL steps, by `paired`.
 
-        Robust, each policy has its own worst case. With both in the first one's the ratio would be no smaller, with
-        both in the second one's no larger, so it lies within the outer ends of these two intervals. One RL step gives
-        no interval.
-        """
-        rng = np.random.default_rng(seed)
-        if not self.robust:
-            return paired(np.concatenate(seconds), np.concatenate(reference), rng=rng)
-        estimate = self.score(seconds, plain) / self.score(reference, plain)
-        own, other = (
-            max(range(len(rows)), key=lambda i: float(rows[i].sum() / plain[i].sum())) for rows in (seconds, reference)
-        )
-        above, below = (paired(seconds[i], reference[i], rng=rng) for i in (own, other))
-        if "none" in (above.method, below.method):
-            return replace(above, estimate=estimate, low=math.nan, high=math.nan, method="none")
-        return replace(above, estimate=estimate, low=below.low)
+def ratio(
+    seconds: Sequence[Floats],
+    reference: Sequence[Floats],
+    *,
+    seed: int,
+    paired: Callable[..., Interval] = paired_ratio,
+) -> Interval:
+    """Time of one policy over another's with its 95 % interval over the RL steps, by `paired`; one gives none."""
+    return paired(np.concatenate(seconds), np.concatenate(reference), rng=np.random.default_rng(seed))

@@ -21,10 +21,9 @@ from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.selector import SelectorSpec
 from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.study.study import Journal
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .cases import ExpectedIteration, TuningCase
+from .cases import ExpectedIteration, batch_times
 
 EPSILONS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 WINDOWS = (10, 30, 100, 300, 1000)
@@ -39,21 +38,21 @@ _RANGE_VALUES = 17
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Seconds that a strategy takes for what the workers do at a batch size, summed over the cases of a tuning."""
+    """Seconds that a strategy takes for what the workers do at a batch size, summed over the traces of a tuning."""
 
     strategies: tuple[Strategy, ...]
     seconds: Mapping[tuple[Strategy, int], float]
     max_batch: int
 
     @classmethod
-    def of(cls, cases: Sequence[TuningCase], strategies: Sequence[Strategy]) -> Prices:
+    def of(cls, scenarios: Sequence[Scenario], strategies: Sequence[Strategy]) -> Prices:
         """With NO_SPECULATION first. A batch that no rollout meets counts a little, at its neighbour's context."""
         every = tuple(dict.fromkeys((NO_SPECULATION, *strategies)))
-        times = [case.batch_times() for case in cases]
+        times = [batch_times(scenario) for scenario in scenarios]
         most = max(max(t, default=1) for t in times)
         seconds: dict[tuple[Strategy, int], float] = {}
-        for case, batches in zip(cases, times, strict=True):
-            expected, near = ExpectedIteration(case.scenario, strategies), (1, 0.0)
+        for scenario, batches in zip(scenarios, times, strict=True):
+            expected, near = ExpectedIteration(scenario, strategies), (1, 0.0)
             for b in range(1, most + 1):
                 weight, context = batches.get(b, (0.0, near[1] * b / near[0]))
                 near = (b, context)
@@ -211,7 +210,6 @@ def search(
     trials: int,
     seed: int,
     done: Callable[[str], None] = lambda trial: None,
-    journal: Journal,
 ) -> list[Trial]:
     """Optuna's TPE over a policy's settings, its present ones first. Return the trials, the best one first.
 
@@ -219,9 +217,7 @@ def search(
 
     No more than `trials` combinations are all tried instead.
 
-    Four trials are asked for at a time, however many processes score them: the numbers do not depend on that. Nor on
-    an interruption: scores are kept in `journal` by policy, and trials whose policy is there are asked for again, so
-    that the sampler is where it was, and not scored again.
+    Four trials are asked for at a time, however many processes score them: the numbers do not depend on that.
     """
     import optuna
 
@@ -238,7 +234,7 @@ def search(
             study.enqueue_trial(dict(zip(choices, values, strict=True)))
     else:
         study.enqueue_trial({name: _nearest(first[name], values) for name, values in choices.items() if name in first})
-    scores: dict[str, float] = journal.known
+    scores: dict[str, float] = {}
     finished: list[Trial] = []
     for begin in range(0, trials, _TRIALS_AT_ONCE):
         open_trials = [study.ask() for _ in range(min(_TRIALS_AT_ONCE, trials - begin))]
@@ -246,8 +242,7 @@ def search(
         policies = [space.policy(combination) for combination in settings]
         keys = [policy.model_dump_json() for policy in policies]
         new = {key: p for key, p in zip(keys, policies, strict=True) if key not in scores}
-        for key, value in (score(new) if new else {}).items():
-            journal.add(key, value)
+        scores |= score(new) if new else {}
         for trial, chosen, policy, key in zip(open_trials, settings, policies, keys, strict=True):
             study.tell(trial, scores[key])
             finished.append(Trial(settings=chosen, policy=policy, score=scores[key], number=trial.number))
@@ -278,5 +273,4 @@ def _nearest(value: Any, values: Sequence[Any]) -> Any:
 
 def best_table(scenario: Scenario, strategies: Sequence[Strategy]) -> Policy:
     """The exact table of at most four rows by batch size, for the scenario's costs and acceptance."""
-    prices = Prices.of([TuningCase(name="best table", trace=0, scenario=scenario)], strategies)
-    return Policy(selector=prices.table(max_buckets=4))
+    return Policy(selector=Prices.of([scenario], strategies).table(max_buckets=4))

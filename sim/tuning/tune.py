@@ -8,7 +8,6 @@ that were held out.
 
 from __future__ import annotations
 
-import hashlib
 import html
 import math
 import time
@@ -36,12 +35,12 @@ from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import DEPTHS, Scenario, policy_name
 from tltlab.sim.study.band import Band, Effect, InputErrors, Source, at_range_ends, effect, of_steps, with_overhead
 from tltlab.sim.study.sample import ALL_OF, FIRST, small, spread
-from tltlab.sim.study.study import Cell, Journal, Study
+from tltlab.sim.study.study import Cell, Study
 from tltlab.stats import Interval, finite, paired_interval
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
-from .cases import ORACLE, TuningCase, TuningCases
+from .cases import ORACLE, TuningCases, mean_s, ratio
 from .search import Prices, Space, Trial, bandits, elastic, fixed, parameters, search, tables, values_of
 
 if TYPE_CHECKING:
@@ -50,6 +49,8 @@ if TYPE_CHECKING:
 ORDER = ("none", "fixed", "elastic", "table", "bandit", "own")
 """From simple to complicated: of policies that are equally good the first is taken."""
 TUNED = ORDER[2:]
+ErrorsOf = Callable[[Sequence[Scenario], Sequence[Strategy]], Sequence[InputErrors]]
+"""Errors of the inputs of each trace's scenario, where these strategies run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,26 +114,26 @@ def judge(
     scores: Mapping[str, float],
     strategies: Sequence[Strategy],
     *,
-    errors_of: Callable[[TuningCase, Sequence[Strategy]], InputErrors],
+    errors_of: ErrorsOf,
     seeds: Sequence[int],
     seed: int,
 ) -> Judged:
     """Compare the finalists in sampled mode; `scores` are theirs on the tuning steps, which name the champion.
 
     The champion is faster where its interval over the best fixed strategy lies below 1, and the range of that speed-up
-    above 1, with what costs and acceptance may be wrong by (`errors_of` a case and strategies). Tuning is worth it
+    above 1, with what costs and acceptance may be wrong by. Tuning is worth it
     where the range of its speed-up over plain decoding lies above 1 too. The policy to take is the simplest that a
     bootstrap of the RL steps does not distinguish from the best one: of all where the champion is faster, else of those
     not tuned. With few RL steps a bootstrap distinguishes too readily, which here only favours the faster policy.
     """
     makespans = cases.makespans(finalists.policies, mode="sampled", seeds=seeds, oracle=strategies)
-    oracle_s = cases.mean_s(makespans.pop(ORACLE))
+    oracle_s = mean_s(makespans.pop(ORACLE))
     bound_s = math.inf
-    plain, fixed = makespans["none"], finalists.best_fixed
+    fixed = finalists.best_fixed
     rows = []
     for name, seconds in makespans.items():
-        interval = cases.ratio(seconds, makespans[fixed], plain, seed=seed)
-        makespan_s, bounds_s = cases.mean_s(seconds), cases.bounds_s(finalists.policies[name])
+        interval = ratio(seconds, makespans[fixed], seed=seed)
+        makespan_s, bounds_s = mean_s(seconds), cases.bounds_s(finalists.policies[name])
         if bounds_s is not None:
             bound_s = min(bound_s, float(bounds_s.mean()))
         rows.append(
@@ -161,12 +162,12 @@ def judge(
     if not is_faster:
         eligible = [name for name in eligible if finalists.kind_of[name] not in TUNED]
     best = champion if is_faster else min(eligible, key=lambda n: scores[n])
-    level = [n for n in eligible if _reaches(cases, makespans[n], makespans[best], plain, seed) or n == best]
+    level = [n for n in eligible if _reaches(makespans[n], makespans[best], seed) or n == best]
     name = min(level, key=lambda n: (ORDER.index(finalists.kind_of[n]), scores[n]))
     return Judged(
         name=name,
         worth_it=worth_it,
-        verdict=_verdict(by_name[champion], bands, fixed, name, worth_it, robust=cases.robust),
+        verdict=_verdict(by_name[champion], bands, fixed, name, worth_it),
         best_fixed=fixed,
         champion=champion,
         bands=bands,
@@ -176,11 +177,9 @@ def judge(
     )
 
 
-def _reaches(
-    cases: TuningCases, seconds: Sequence[Floats], best: Sequence[Floats], plain: Sequence[Floats], seed: int
-) -> bool:
+def _reaches(seconds: Sequence[Floats], best: Sequence[Floats], seed: int) -> bool:
     """Return True if a policy may be as good as the best one; a single pair has no interval, so it must be as good."""
-    interval = cases.ratio(seconds, best, plain, seed=seed, paired=paired_interval)
+    interval = ratio(seconds, best, seed=seed, paired=paired_interval)
     return (interval.estimate if math.isnan(interval.low) else interval.low) <= 1.0
 
 
@@ -188,57 +187,50 @@ def _bands(
     cases: TuningCases,
     policies: Mapping[str, Policy],
     makespans: Mapping[str, Sequence[Floats]],
-    errors_of: Callable[[TuningCase, Sequence[Strategy]], InputErrors],
+    errors_of: ErrorsOf,
     *,
     seeds: Sequence[int],
     seed: int,
 ) -> dict[str, Band]:
-    """Ranges of the speed-up of the first of these policies over each of the others, over the nominal cases."""
+    """Ranges of the speed-up of the first of these policies over each of the others."""
     champion, *others = policies
-    nominal = replace(cases, cases=cases.nominal, robust=False)
     strategies = [s for policy in policies.values() for s in policy.strategies]
-    errors = [errors_of(case, strategies) for case in nominal.cases]
-    ends = [at_range_ends(case.scenario, error) for case, error in zip(nominal.cases, errors, strict=True)]
-    for case, error, found in zip(nominal.cases, errors, ends, strict=True):
-        found["costs"] += with_overhead(case.scenario, strategies, error.speed_up)
+    errors = errors_of(cases.scenarios, strategies)
+    ends = [at_range_ends(scenario, error) for scenario, error in zip(cases.scenarios, errors, strict=True)]
+    for scenario, error, found in zip(cases.scenarios, errors, ends, strict=True):
+        found["costs"] += with_overhead(scenario, strategies, error.speed_up)
 
     def seconds(source: Source, end: int) -> dict[str, list[Floats]]:
-        """Simulate every case at one end of an input's range, under one seed."""
+        """Simulate every trace at one end of an input's range, under one seed."""
         moved = [
-            replace(case, scenario=found[source][end]) if end < len(found[source]) else case
-            for case, found in zip(nominal.cases, ends, strict=True)
+            found[source][end] if end < len(found[source]) else scenario
+            for scenario, found in zip(cases.scenarios, ends, strict=True)
         ]
-        return replace(nominal, cases=tuple(moved)).makespans(policies, mode="sampled", seeds=seeds[:1])
+        return replace(cases, scenarios=tuple(moved)).makespans(policies, mode="sampled", seeds=seeds[:1])
 
-    def ratio(found: Mapping[str, Sequence[Floats]], other: str) -> float:
+    def speed_up(found: Mapping[str, Sequence[Floats]], other: str) -> float:
         return float(np.concatenate(found[other]).sum() / np.concatenate(found[champion]).sum())
 
-    same_seed = nominal.makespans(policies, mode="sampled", seeds=seeds[:1])
+    same_seed = cases.makespans(policies, mode="sampled", seeds=seeds[:1])
     nums = {source: max(len(found[source]) for found in ends) for source in ends[0]}
     at = {source: [seconds(source, end) for end in range(num)] for source, num in nums.items() if num}
-    judged = {
-        name: [row for case, row in zip(cases.cases, makespans[name], strict=True) if case in nominal.cases]
-        for name in policies
-    }
     bands = {}
     for other in others:
         effects: dict[Source, Effect] = {
-            source: effect(ratio(same_seed, other), [ratio(found, other) for found in both])
+            source: effect(speed_up(same_seed, other), [speed_up(found, other) for found in both])
             for source, both in at.items()
         }
         if "acceptance" not in at:
             # Replayed acceptance is the same for both policies: only plain decoding does not depend on it.
             drafts = any(s.speculates for s in policies[other].strategies)
             effects["acceptance"] = (0.0, 0.0) if drafts else errors[0].of_tokens()
-        rows = (np.concatenate(judged[name]) for name in (other, champion))
+        rows = (np.concatenate(makespans[name]) for name in (other, champion))
         effects["lengths"] = of_steps(*rows, seed=seed)
-        bands[other] = Band(estimate=ratio(judged, other), effects=effects)
+        bands[other] = Band(estimate=speed_up(makespans, other), effects=effects)
     return bands
 
 
-def _verdict(
-    row: JudgedPolicy, bands: Mapping[str, Band], fixed: str, choice: str, worth_it: bool, *, robust: bool
-) -> str:
+def _verdict(row: JudgedPolicy, bands: Mapping[str, Band], fixed: str, choice: str, worth_it: bool) -> str:
     if row.name == fixed:
         return f"there was nothing to tune; take {choice}"
     if row.ratio_low is None or row.ratio_high is None:
@@ -247,7 +239,6 @@ def _verdict(
             f"{row.name} over {fixed} is {1 / row.ratio:.2f}x (simulated); take {choice}"
         )
     comparison = f"on held-out RL steps the speed-up of {row.name} over {fixed} is {bands[fixed]}"
-    comparison += f", in the worst case {1 / row.ratio:.2f}x" if robust else ""
     comparison += "" if fixed == "none" else f", over plain decoding {bands['none']}"
     comparison += " (simulated)"
     if not worth_it:
@@ -301,9 +292,7 @@ class TuneConfig(SimulationConfig):
     `low..high` by setting, their settings are what the trials search, in place of the bandit's, and the best of
     them is the result, whether it is worth it or not.
 
-    `robust` minimises the largest ratio to plain decoding over the traces and, with `cost_error` e, over costs and
-    chances of drafted tokens that are off by a share of e either way. The result does not depend on `jobs`, the
-    processes (None: one per core).
+    The result does not depend on `jobs`, the processes (None: one per core).
     """
 
     depths: Annotated[
@@ -339,13 +328,6 @@ class TuneConfig(SimulationConfig):
     decision_block: Annotated[
         int | None, Option("Iterations per decision. [default: 1; of long or many responses: cap / 256]", min=1)
     ] = None  # type: ignore[assignment]
-    robust: Annotated[
-        bool, Option("Worst case over the traces and the cost error instead of the mean.", names=("--robust",))
-    ] = False
-    cost_error: Annotated[
-        float | None,
-        Option("With --robust: costs and tokens per draft may be off by this share, such as 0.2."),
-    ] = None
     jobs: Annotated[int | None, Option("Processes. [default: the cores here]", min=1)] = 1
 
     def __post_init__(self) -> None:
@@ -360,10 +342,6 @@ class TuneConfig(SimulationConfig):
             raise ConfigError("no depth above 0 given: name depths to try, such as 1,2,4,8")
         if self.search and not (self.policies and self.trials):
             raise ConfigError("--search tries settings of policies: name them with --policies, and 1 or more --trials")
-        if self.cost_error is not None and not 0.0 <= self.cost_error < 1.0:
-            raise ConfigError(f"the cost error is a share between 0 and 1, such as 0.2, got {self.cost_error:g}")
-        if self.cost_error is not None and not self.robust:
-            raise ConfigError("a cost error is what a robust policy withstands: give --robust with it")
 
     def named(self) -> dict[str, Policy]:
         """The further candidates by name."""
@@ -438,14 +416,12 @@ def tune(
     provenance: Mapping[str, Any] | None = None,
     done: Callable[[str], None] = lambda trial: None,
     on_stage: Callable[[str], None] = lambda stage: None,
-    journal: Path | None = None,
     **settings: Any,
 ) -> TuneResult:
     """Search the fastest policy on some RL steps of the traces (or their paths), and judge it on the others.
 
     `settings` are fields of `TuneConfig` that replace those of `config`. `provenance` is written into the policy over
-    what is found here; `done` receives each of the bandit's trials, `on_stage` each stage. `journal` is a file of
-    the trials: an interrupted tuning that is called again with it continues with the same result. Raises ConfigError
+    what is found here; `done` receives each of the bandit's trials, `on_stage` each stage. Raises ConfigError
     for a trace with fewer than two RL steps, a missing acceptance, and where no policy is possible.
     """
     config = config.changed(settings, tune)
@@ -456,8 +432,6 @@ def tune(
     sources = [read(trace) for trace in (cast(Sequence[TraceSource], traces) if many else [cast(TraceSource, traces)])]
     if not sources:
         raise ConfigError("no trace to tune on: give at least one")
-    if config.robust and len(sources) == 1 and not config.cost_error:
-        raise ConfigError("--robust needs more than one case: many traces, or --cost-error 0.2")
     splits = [_split(trace, config) for trace in sources]
     if any(sampled for *_, sampled in splits) and config.repeats is None:
         config = replace(config, repeats=1)
@@ -469,46 +443,47 @@ def tune(
     for policy in own.values():
         brought |= policy.drafters
 
-    def cases_of(side: int) -> list[TuningCase]:
-        pairs = enumerate(zip(sources, parts, strict=True))
-        return [_case(trace, i, part[side], config, brought) for i, (trace, part) in pairs]
+    def cases_of(side: int) -> TuningCases:
+        scenarios = [_scenario(trace, part[side], config, brought) for trace, part in zip(sources, parts, strict=True)]
+        return TuningCases(scenarios=tuple(scenarios), jobs=config.jobs)
 
-    def errors_of(case: TuningCase, used: Sequence[Strategy]) -> InputErrors:
+    def errors_of(scenarios: Sequence[Scenario], used: Sequence[Strategy]) -> list[InputErrors]:
         recorded = config.acceptance in (None, "trace")
-        errors = InputErrors.of(case.scenario, used, sources[case.trace], recorded=recorded)
-        return errors if config.cost_error is None else replace(errors, speed_up=config.cost_error, tokens={})
+        pairs = zip(scenarios, sources, strict=True)
+        return [InputErrors.of(scenario, used, trace, recorded=recorded) for scenario, trace in pairs]
 
-    tune_on, judge_on = cases_of(0), cases_of(1)
-    strategies, notes = _strategies(tune_on + judge_on, config)
+    tuning, judging = cases_of(0), cases_of(1)
+    known = [*tuning.scenarios, *judging.scenarios]
+    strategies, notes = _strategies(known, config)
     spaces: dict[str, Space] = {}
     if isinstance(config.search, Mapping) and config.search:
         values = {key: values_of(key, v) if isinstance(v, str) else tuple(v) for key, v in config.search.items()}
         spaces = {name: parameters(policy, values) for name, policy in own.items()}
-    for case in tune_on:
-        case.scenario.check_acceptance([Policy(selector=FixedSpec(strategy=strategy)) for strategy in strategies])
-    tuning = _with_errors(tune_on, strategies, config)
-    if all(case.scenario.costs.noise is None for case in tune_on):
+    for scenario in tuning.scenarios:
+        scenario.check_acceptance([Policy(selector=FixedSpec(strategy=strategy)) for strategy in strategies])
+    if all(scenario.costs.noise is None for scenario in tuning.scenarios):
         notes.append("the costs have no noise: a bandit is tuned as if iteration times were exact (calibrate anew)")
 
     if config.decision_block != 1:
         notes.append(f"policies that learn decide once in {config.decision_block} iterations (--decision-block)")
 
     # In fluid mode: everything that does not learn.
-    prices = Prices.of(tuning.cases if config.robust else tuning.nominal, strategies)
-    apart = [Prices.of([case], strategies) for case in tuning.cases] if config.robust else []
+    prices = Prices.of(tuning.scenarios, strategies)
     # The tables that `what_if` finds.
-    for drafter in dict.fromkeys(s.drafter for s in strategies):
-        apart.append(Prices.of(tuning.nominal, [s for s in strategies if s.drafter == drafter]))
+    apart = [
+        Prices.of(tuning.scenarios, [s for s in strategies if s.drafter == drafter])
+        for drafter in dict.fromkeys(s.drafter for s in strategies)
+    ]
     kinds = {
         "fixed": fixed(strategies),
         "elastic": elastic(strategies, prices.max_batch),
         "table": tables([prices, *apart], config.max_buckets),
     }
     policies = {name: policy for named in kinds.values() for name, policy in named.items()}
-    plain_policy, seeds = {"none": load_policy("none")}, config.seeds()
+    seeds = config.seeds()
     on_stage(f"{len(policies)} fixed, elastic and table policies in fluid mode")
-    fluid = tuning.makespans(plain_policy | policies, mode="fluid", seeds=[config.seed])
-    searched = {name: tuning.score(fluid[name], fluid["none"]) for name in policies}
+    fluid = tuning.makespans(policies, mode="fluid", seeds=[config.seed])
+    searched = {name: mean_s(seconds) for name, seconds in fluid.items()}
     best = {kind: min(named, key=lambda n: searched[n]) for kind, named in kinds.items() if named}
 
     # Settings of the policies that are named, which may need whole tokens, or of the bandit.
@@ -519,20 +494,13 @@ def tune(
     raced: dict[str, float] = {}
     if spaces:
         part, mode = tuning.some(0.5, least=2), "sampled" if config.search else "fluid"
-        plain = part.makespans(plain_policy, mode=mode, seeds=seeds[:1])["none"]
 
         def score(new: Mapping[str, Policy]) -> dict[str, float]:
-            makespans = part.makespans(new, mode=mode, seeds=seeds[:1])
-            return {name: part.score(makespans[name], plain) for name in new}
+            return {n: mean_s(seconds) for n, seconds in part.makespans(new, mode=mode, seeds=seeds[:1]).items()}
 
-        fluid_scores = sorted((name, f"{value:.9g}") for name, value in searched.items())
-        question = hashlib.sha256(repr([fluid_scores, seeds, config.max_buckets, config.search]).encode()).hexdigest()
-        scored = Journal(path=journal, question=question)
         for name, space in spaces.items():
             on_stage(f"{config.trials} settings of {name} in {mode} mode")
-            found[name] = search(
-                space, score, trials=config.trials, seed=config.seed, done=done, journal=scored
-            )  # fmt: skip
+            found[name] = search(space, score, trials=config.trials, seed=config.seed, done=done)
         runners = {str(trial.policy): trial.policy for tried in found.values() for trial in _racers(tried)}
         on_stage(f"{len(runners)} of these settings race in sampled mode")
         raced = tuning.race(runners, seeds=seeds, seed=config.seed)
@@ -545,25 +513,22 @@ def tune(
     for name, tried in found.items():
         further[f"tuned {name}"] = (tried[0].policy, "own" if config.search else "bandit")
 
-    finalists = _finalists(
-        policies, best, further, strategies, config, _adaptive(tune_on + judge_on, strategies, config)
-    )
+    finalists = _finalists(policies, best, further, strategies, _adaptive(known, strategies, config))
     strategies = list(dict.fromkeys([*strategies, *(s for p, _ in further.values() for s in p.strategies)]))
     strategies = [strategy for strategy in strategies if strategy.speculates]
     on_stage(f"{len(finalists.policies)} finalists on RL steps held out")
     scores, num = finalists.scores(tuning, seeds=config.seeds(_SELECTION), seed=config.seed), FIRST
     while True:
-        judging = _with_errors(judge_on, strategies, config)
         judged = judge(
             judging, finalists, scores, strategies, errors_of=errors_of, seeds=config.seeds(_JUDGEMENT),
             seed=config.seed,
         )  # fmt: skip
         num *= 3
         more = [(tune_steps, spread(rest, num) if sampled else rest) for tune_steps, rest, sampled in splits]
-        if more == parts or _is_clear(judged, judge_on, finalists):
+        if more == parts or _is_clear(judged, judging.scenarios, finalists):
             break
         parts = more
-        judge_on = cases_of(1)
+        judging = cases_of(1)
     notes += [
         f"tuned on {len(part[0])} and judged on {len(part[1])} of {len(trace.rl_steps)} RL steps, spread over the run"
         for trace, part, (*_, sampled) in zip(sources, parts, splits, strict=True)
@@ -573,7 +538,7 @@ def tune(
         written = f"{judged.verdict}; tuned {tuned} is the result, as --search asks"
         judged = replace(judged, name=f"tuned {tuned}", verdict=written)
     chosen = finalists.policies[judged.name]
-    gain = _placement_gain(judging.nominal, chosen, config.jobs)
+    gain = _placement_gain(judging.scenarios, chosen, config.jobs)
     used = {name: brought[name] for name in {s.drafter for s in chosen.strategies} & brought.keys()}
     origin = _provenance(judged, tuning, parts, len(searched) + len(trials), len(trials), config, sources)
     return TuneResult(
@@ -604,9 +569,9 @@ def _racers(trials: Sequence[Trial]) -> list[Trial]:
     return best + [trial for trial in different.values() if trial.number == 0 and trial not in best]
 
 
-def _placement_gain(cases: Sequence[TuningCase], policy: Policy, jobs: int | None) -> float:
+def _placement_gain(judging: Sequence[Scenario], policy: Policy, jobs: int | None) -> float:
     """Return the policy's seconds over those under a placement by expected lengths, expected tokens each."""
-    here = [replace(case.scenario, mode="fluid") for case in cases]
+    here = [replace(scenario, mode="fluid") for scenario in judging]
     scenarios = [*here, *(scenario.placed(EXPECTED) for scenario in here)]
     cells = [Cell(name=str(at), policy=policy, scenario=each) for at, each in enumerate(scenarios)]
     table = Study(cells=cells, details=False, jobs=jobs).table()
@@ -619,7 +584,6 @@ def _finalists(
     best: Mapping[str, str],
     further: Mapping[str, tuple[Policy, str]],
     strategies: Sequence[Strategy],
-    config: TuneConfig,
     untuned: Mapping[str, Policy],
 ) -> Finalists:
     """Plain decoding, the best of each kind, `further` policies with their kinds, and what ships: the bandit, where its
@@ -637,57 +601,50 @@ def _finalists(
     return Finalists(policies=chosen, kind_of=kind_of, best_fixed=best.get("fixed", "none"))
 
 
-def _adaptive(cases: Sequence[TuningCase], strategies: Sequence[Strategy], config: TuneConfig) -> dict[str, Policy]:
+def _adaptive(scenarios: Sequence[Scenario], strategies: Sequence[Strategy], config: TuneConfig) -> dict[str, Policy]:
     """`adaptive` over the same drafters, to any depth up to the deepest; nothing where not all of that is known.
 
     The oracle has the depths that are tuned over only, so `adaptive` may be ahead of it.
     """
     drafters, deepest = tuple({s.drafter: None for s in strategies}), max(s.draft_depth for s in strategies)
     policy = load_policy({"kind": "adaptive", "drafters": drafters, "max_depth": deepest})
-    every, _ = _strategies(cases, replace(config, depths=range(1, deepest + 1), drafters=drafters))
+    every, _ = _strategies(scenarios, replace(config, depths=range(1, deepest + 1), drafters=drafters))
     covered = {s for s in policy.strategies if s.speculates} <= set(every)
     return {"adaptive": policy} if covered else {}
 
 
-def _case(
-    trace: Trace, at: int, rl_steps: Sequence[int], config: TuneConfig, brought: Mapping[str, DrafterSpec]
-) -> TuningCase:
+def _scenario(
+    trace: Trace, rl_steps: Sequence[int], config: TuneConfig, brought: Mapping[str, DrafterSpec]
+) -> Scenario:
     """Return the RL steps of a trace under the settings; `brought` are drafters that further candidates bring along."""
     scenario = Scenario.of(trace, config, rl_steps=rl_steps)
-    scenario = replace(scenario, registry=scenario.registry.joined(brought))
-    return TuningCase(name=str(trace.manifest.name or f"trace {at}"), trace=at, scenario=scenario)
+    return replace(scenario, registry=scenario.registry.joined(brought))
 
 
-def _is_clear(judged: Judged, cases: Sequence[TuningCase], finalists: Finalists) -> bool:
+def _is_clear(judged: Judged, scenarios: Sequence[Scenario], finalists: Finalists) -> bool:
     """True if the champion's interval lies on one side of 1, or is small compared with the error of the costs."""
     row = next(row for row in judged.candidates if row.name == judged.champion)
     if judged.champion == judged.best_fixed or row.ratio_low is None or row.ratio_high is None:
         return judged.champion == judged.best_fixed
     used = finalists.policies[judged.champion].strategies
-    known = [case.scenario.evidence(used)["speedup_error"] for case in cases]
+    known = [scenario.evidence(used)["speedup_error"] for scenario in scenarios]
     error = None if None in known else max(known)
     interval = Interval(estimate=row.ratio, low=row.ratio_low, high=row.ratio_high, level=0.95, method="none")
     return row.ratio_high < 1.0 or row.ratio_low > 1.0 or small([interval], error)
 
 
-def _with_errors(cases: Sequence[TuningCase], strategies: Sequence[Strategy], config: TuneConfig) -> TuningCases:
-    error, drafters = config.cost_error, tuple({s.drafter: None for s in strategies})
-    errors = [off for case in cases for off in case.perturbed(error, drafters)] if error else []
-    return TuningCases(cases=(*cases, *errors), robust=config.robust, jobs=config.jobs)
-
-
-def _strategies(cases: Sequence[TuningCase], config: TuneConfig) -> tuple[list[Strategy], list[str]]:
-    """Chains that costs and acceptance of all cases cover, and notes on the others."""
-    if any(case.scenario.acceptance is None for case in cases):
+def _strategies(scenarios: Sequence[Scenario], config: TuneConfig) -> tuple[list[Strategy], list[str]]:
+    """Chains that costs and acceptance of all traces cover, and notes on the others."""
+    if any(scenario.acceptance is None for scenario in scenarios):
         raise ConfigError(UNKNOWN.format("ngram"))
     drafters = config.drafters
     if drafters is None:
-        named = [case.scenario.searched_drafters() for case in cases]
+        named = [scenario.searched_drafters() for scenario in scenarios]
         drafters = [name for name in named[0] if all(name in names for names in named)]
-    for case in cases:
-        case.scenario.registry.check(Strategy.chain(drafter, 1) for drafter in drafters)
+    for scenario in scenarios:
+        scenario.registry.check(Strategy.chain(drafter, 1) for drafter in drafters)
     depths = [depth for depth in config.depths if depth]
-    found = [case.scenario.covered_chains(drafters, depths) for case in cases]
+    found = [scenario.covered_chains(drafters, depths) for scenario in scenarios]
     covered = [strategy for strategy in found[0][0] if all(strategy in chains for chains, _ in found)]
     notes = list(dict.fromkeys(note for _, why in found for note in why))
     if not covered:
@@ -705,16 +662,13 @@ def _provenance(
     sources: Sequence[Trace],
 ) -> dict[str, Any]:
     row = next(row for row in judged.candidates if row.name == judged.name)
-    nominal = tuning.nominal
     return {
         "name": judged.name,
-        "trace": [case.name for case in nominal],
-        "costs": [case.scenario.costs_name for case in nominal],
-        "acceptance": [case.scenario.acceptance_name for case in nominal],
+        "trace": [str(trace.manifest.name or f"trace {at}") for at, trace in enumerate(sources)],
+        "costs": [scenario.costs_name for scenario in tuning.scenarios],
+        "acceptance": [scenario.acceptance_name for scenario in tuning.scenarios],
         "seed": config.seed,
-        "objective": tuning.objective,
-        "cases": [case.name for case in tuning.cases],
-        "cost_error": config.cost_error,
+        "objective": "mean makespan of the RL steps, simulated",
         "tuned_on": [part[0] for part in parts],
         "judged_on": [part[1] for part in parts],
         "num_rl_steps": [len(trace.rl_steps) for trace in sources],

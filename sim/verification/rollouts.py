@@ -126,8 +126,6 @@ def rescaled(
 
 
 FORECASTS = 15
-FEWEST_PLAIN = 20
-"""Fewest plain iterations of an RL step, without prefill, for an estimate of its machine's speed."""
 INTERVAL = (10, 90)
 _ROUNDING_S = 1e-9
 _TABLES = ("workload", "outcomes", "iterations", "acceptance", "steps")
@@ -140,10 +138,8 @@ class Verification(Errors):
 
     Columns of `rows`: `rl_step`, `policy`, `measured_s`, `predicted_s`, `error` (predicted / measured - 1),
     `step_time_ratio` (the recorded iterations of the busiest worker, measured over predicted: how much slower the
-    machine was than in the steps of the fit), `plain_iterations` of the step and `plain_time_ratio`, their median time
-    over that of the fit (nan below `FEWEST_PLAIN`), `scaled_s` and `scaled_error`, the prediction at that speed,
-    `forecast_s` with its 10 % and 90 % quantiles `forecast_low_s` and `forecast_high_s` (nan without two earlier
-    steps), and `fitted_on`.
+    machine was than in the steps of the fit), `forecast_s` with its 10 % and 90 % quantiles `forecast_low_s` and
+    `forecast_high_s` (nan without two earlier steps), and `fitted_on`.
     """
 
     columns = (
@@ -153,8 +149,6 @@ class Verification(Errors):
     )
     sentences = (
         "with the machine's speed of each step known: median error {median_error_at_step_time:.1%}",
-        "at the speed of each step's own plain iterations ({scaled_steps} steps have enough): median error "
-        "{scaled_median_error:.1%}, worst {scaled_worst_error:.1%}, unscaled {scaled_raw_median_error:.1%}",
         "forecast from earlier steps alone, lengths drawn from theirs: median error {forecast_median_error:.1%}; "
         "{forecast_coverage:.0%} within their 10-90 % interval",
     )
@@ -166,21 +160,11 @@ class Verification(Errors):
         return float((rows["predicted_s"] * rows["step_time_ratio"] / rows["measured_s"] - 1).abs().median())
 
     def json(self) -> dict[str, Any]:
-        """The keys of `tltlab verify --json`.
-
-        Every policy decodes plainly in some iterations, so a step's own plain iterations measure how fast the machine
-        was in the step. `scaled_median_error`, `scaled_worst_error` and `scaled_raw_median_error` (the prediction as
-        it is) are over the `scaled_steps` steps that have enough of them; None where none has.
-        """
+        """The keys of `tltlab verify --json`."""
         foreseen = self.rows[self.rows["forecast_s"].notna()]
-        scaled = self.rows[self.rows["scaled_error"].notna()]
         within = foreseen["measured_s"].between(foreseen["forecast_low_s"], foreseen["forecast_high_s"])
         figures = {
             "median_error_at_step_time": self.median_error_at_step_time,
-            "scaled_median_error": finite(scaled["scaled_error"].abs().median()),
-            "scaled_worst_error": finite(scaled["scaled_error"].abs().max()),
-            "scaled_raw_median_error": finite(scaled["error"].abs().median()),
-            "scaled_steps": len(scaled),
             "forecast_median_error": finite((foreseen["forecast_s"] / foreseen["measured_s"] - 1).abs().median()),
             "forecast_coverage": finite(within.mean()),
             "repeat_spread": self.repeat_spread,
@@ -326,13 +310,8 @@ class _Prediction(RecordedRun):
         # Only a policy that learns or draws lots has a past that matters.
         since = step if is_memoryless(force.policy) else force.since
         past = self._scenario([s for s in rl_steps if since <= s <= step], costs, accepted)
-        makespan_s = float(np.mean([last_s(cell) for cell in self.cells(force, past)]))
-        predicted_s = makespan_s + outside_s
-        rows, ratio = self.timed(costs, [step]), float("nan")
-        plain = rows[(rows["draft_depth"] == 0) & (rows["prefill_tokens"] == 0)]
-        if len(plain) >= FEWEST_PLAIN:
-            ratio = _speed(plain, self.timed(costs, fit_on))
-        scaled_s = makespan_s * ratio + outside_s
+        predicted_s = float(np.mean([last_s(cell) for cell in self.cells(force, past)])) + outside_s
+        rows = self.timed(costs, [step])
         busiest = rows[["worker", "duration", "predicted"]].groupby("worker").sum().sort_values("duration").iloc[-1]
         forecast_s, forecast_low_s, forecast_high_s = self._forecast(force, step)
         return {
@@ -342,10 +321,6 @@ class _Prediction(RecordedRun):
             "predicted_s": predicted_s,
             "error": predicted_s / measured_s - 1,
             "step_time_ratio": float(busiest["duration"] / busiest["predicted"]),
-            "plain_iterations": len(plain),
-            "plain_time_ratio": ratio,
-            "scaled_s": scaled_s,
-            "scaled_error": scaled_s / measured_s - 1,
             "forecast_s": forecast_s,
             "forecast_low_s": forecast_low_s,
             "forecast_high_s": forecast_high_s,
@@ -421,18 +396,6 @@ class _Prediction(RecordedRun):
 def last_s(cell: Cell) -> float:
     """Seconds of the last RL step, after those before it."""
     return float(cell.makespans()[-1]["makespan_s"])
-
-
-def _speed(plain: pd.DataFrame, fit_on: pd.DataFrame) -> float:
-    """Ratio of the times of plain iterations to those of the fit, both relative to the modelled costs.
-
-    Medians, by which a few that were interrupted do not count; the fit's own ratio takes out what its costs are off by.
-    """
-    ratio = float((plain["duration"] / plain["predicted"]).median())
-    like = (fit_on["draft_depth"] == 0) & (fit_on["prefill_tokens"] == 0)
-    if like.sum() < FEWEST_PLAIN:
-        return ratio
-    return ratio / float((fit_on["duration"] / fit_on["predicted"])[like].median())
 
 
 def _single_shape(costs: LinearCosts, iterations: pd.DataFrame, policy: Policy) -> LinearCosts:

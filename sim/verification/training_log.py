@@ -41,11 +41,10 @@ from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import Policy
-from tltlab.policies.specs import FixedSpec
-from tltlab.sim.scenario import Scenario
+from tltlab.sim.config import SimulationConfig
 from tltlab.sim.study.jobs import side_by_side
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.sim.study.logged import LoggedRun
+from tltlab.sim.study.sample import Scenarios
 from tltlab.traces.trace import Trace
 
 from .errors import Errors
@@ -119,10 +118,9 @@ class StepColumns:
             shape, terms = load_costs(costs), LEVEL_TERMS
             if isinstance(shape, ScaledCosts):
                 raise ConfigError(f"{costs} were fitted to a log themselves: name what they were made of")
-            drafting = LoggedDrafting.of(trace)
-            strategy = NO_SPECULATION if drafting is None else drafting.strategy
-            parts = ((trace.select([step]), shape, num_workers, strategy, accepted.loc[step]) for step in timed.index)
-            rows["level"] = list(side_by_side([partial(_simulated_s, *part) for part in parts], jobs=jobs))
+            scenarios = Scenarios(trace, SimulationConfig(costs=shape, workers=num_workers))
+            run = LoggedRun(scenarios=scenarios, stages=None, drafting=LoggedDrafting.of(trace))
+            rows["level"] = run.seconds(timed.index.tolist(), jobs)
         return cls(rows=rows, terms=terms, workers=num_workers or 1, accept_length=accepted, shape=shape, unit=unit)
 
 
@@ -345,14 +343,6 @@ def _mean_error(rows: pd.DataFrame) -> dict[str, float] | None:
         return None
     error = rows["error"].abs()
     return {"mean_error": float(error.mean()), "worst_error": float(error.max()), "num_steps": len(rows)}
-
-
-def _simulated_s(step: Trace, costs: CostModel, workers: int, strategy: Strategy, accept_length: float) -> float:
-    strategy = strategy if accept_length > 1.0 else NO_SPECULATION
-    acceptance = f"constant:{accept_length}" if strategy.speculates else None
-    scenario = Scenario.of(step, costs=costs, acceptance=acceptance, workers=workers)
-    policy = Policy(selector=FixedSpec(strategy=strategy))
-    return scenario.rollouts(policy)[-1].makespan_s
 
 
 def _errors(rows: pd.DataFrame, predicted_s: pd.Series[float]) -> Floats:

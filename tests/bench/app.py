@@ -84,13 +84,11 @@ def accuracy(
 
     Example: tltlab bench accuracy --data measurements
     """
-    from .presets import lengths
     from .presets.accuracy import TEXT, coverage, rows, summary
 
     table, covered = rows(data, left_out=left_out), coverage(data, left_out=left_out).to_dict("records")
-    beside = {"coverage": covered, "lengths": lengths.rows(data)}
-    text = shown({"rows": (table if every else summary(table)).to_dict("records"), **beside}, TEXT)
-    emit({"rows": table.to_dict("records"), **beside}, as_json=as_json, text=text)
+    text = shown({"rows": (table if every else summary(table)).to_dict("records"), "coverage": covered}, TEXT)
+    emit({"rows": table.to_dict("records"), "coverage": covered}, as_json=as_json, text=text)
 
 
 @app.command()
@@ -150,21 +148,6 @@ def drafter(
 
 
 @app.command()
-def policy(
-    calls: Annotated[int, Option(min=100, help="Decisions per policy, batch size and round.")] = 3000,
-    rounds: Annotated[int, Option(min=1, help="Times that every case runs, in turn.")] = 3,
-    as_json: Json = False,
-) -> None:
-    """Microseconds per decision of the shipped policies: choose and observe, and sharing out drafts.
-
-    Example: tltlab bench policy --calls 3000
-    """
-    from .policies import TEXT, bench_policies
-
-    _tell(bench_policies(calls, rounds), as_json, TEXT)
-
-
-@app.command()
 def regimes(
     only: Annotated[str, Option(help="Regimes, with commas: tiny,heavy tail; '' for all.")] = "",
     traces: Annotated[Path, Option(help="Folder of the recorded ones.")] = Path("traces"),
@@ -211,45 +194,6 @@ def seam(
     chosen = CASES if cases is None else [case.strip() for case in cases.split(",")]
     sizes = whole_numbers("--batches", batches, least=1)
     _tell(bench_seam(chosen, sizes, iterations=iterations, cold=cold, progress=progress), as_json, text)
-
-
-@app.command()
-def runtime(
-    model: OwnModel = None,
-    draft: Annotated[Path | None, Option(help="Draft model of the same vocabulary; one more mode may use it.")] = None,
-    prompts: Annotated[int, Option(min=1, help="Prompts of each rollout.")] = 24,
-    group_size: Annotated[int, Option(min=1, help="Responses to each prompt.")] = 8,
-    epochs: Annotated[int, Option(min=0, help="Drafters know prompts from the second on; 0: --off-batches alone.")] = 2,
-    rounds: Annotated[int, Option(min=1, help="Times that every mode runs in each epoch, in turn.")] = 6,
-    max_response_tokens: Annotated[int, Option(min=1, help="Most tokens of a response.")] = 768,
-    off_batches: Annotated[
-        str,
-        Option(help="Batch sizes at which engines that draft nothing, or only record, run beside stock; '' for none."),
-    ] = "1,8,64,256",
-    seed: Annotated[int, Option(min=0, help="Seed of all that is drawn.")] = 0,
-    out: Result = None,
-    fast: Annotated[bool, Option("--fast", help="4 prompts x 4, two rounds, a tiny model.")] = False,
-    as_json: Json = False,
-) -> None:
-    """What speculation is worth in a real engine: stock vLLM, off, fixed depths, a table and bandits, same prompts.
-
-    Example: tltlab bench runtime --model models/subset-sum-deep --rounds 10 --out bench.json
-    """
-    _one_thread()
-    from .models import own_model
-    from .runtime.run import bench_runtime, text
-
-    _check(out)
-    sizes = whole_numbers("--off-batches", off_batches, least=1) if off_batches else []
-    if fast:
-        prompts, group_size, rounds = min(prompts, 4), min(group_size, 4), min(rounds, 2)
-        sizes = [size for size in sizes if size <= prompts * group_size]
-    folder = model or own_model(None, Path(), size="tiny" if fast else "deep", progress=progress)
-    result = bench_runtime(
-        folder, draft=draft, prompts=prompts, group_size=group_size, epochs=epochs, rounds=rounds,
-        max_response_tokens=max_response_tokens, off_batches=sizes, seed=seed, progress=progress,
-    )  # fmt: skip
-    _tell(result, as_json, text, out)
 
 
 @app.command("batch-size")

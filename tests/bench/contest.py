@@ -2,8 +2,7 @@
 
 The best fixed strategy is chosen on the same RL steps and random numbers. Rivals are built from public descriptions,
 listed in SOURCES. The cost profile and the verify budget are given the true costs of the start; the
-constants of `adaptive` were chosen while looking at these regimes, the others run as published or shipped. `tltlab
-bench runtime` has the same ratios measured, in `over_best_fixed`.
+constants of `adaptive` were chosen while looking at these regimes, the others run as published or shipped.
 """
 
 from __future__ import annotations

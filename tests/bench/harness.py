@@ -85,11 +85,6 @@ def reward_difference(pairs: Sequence[tuple[float, float]], num_prompts: int) ->
     return mean_of_few([a - b for a, b in pairs], least_error=math.sqrt(max(chance, 0.0)) / len(pairs))
 
 
-def spread(values: Sequence[float] | Floats) -> dict[str, float]:
-    """Median and 99th percentile."""
-    return {"median": float(np.median(values)), "p99": float(np.percentile(values, 99))}
-
-
 def alone(function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
     """Return the result of a function in a separate process with little in memory except its module's imports."""
     # A fork of this process would start with its memory; forks of one that has imported the module start at once.

@@ -266,14 +266,6 @@ def test_no_placement_and_no_policy_beats_shared_bound(lengths, workers, placeme
     assert bound_s >= 0.999 * older_s if not speculates else bound_s > 0
 
 
-def test_the_shared_bound_is_exact_on_one_worker():
-    per_request = costs(base_s=1.0, per_request_s=0.5)
-    scenario = Scenario.of(of_lengths([100] * 8, workers=1), costs=per_request)
-    makespan_s = scenario.rollouts(load_policy("none"))[0].makespan_s
-    assert makespan_s == 100 * (1.0 + 0.5 * 8)
-    assert scenario.bounds_s([NO_SPECULATION])[0] == pytest.approx(makespan_s)
-
-
 def test_a_long_response_needs_room_of_its_own():
     per_request = costs(base_s=1.0, per_request_s=0.5)
     step = Scenario.of(of_lengths([1000] + [200] * 30, workers=2), costs=per_request).steps[0]

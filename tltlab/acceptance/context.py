@@ -1,4 +1,4 @@
-"""How a drafter's acceptance falls beyond the length at which the drafter was trained; and the fit of that length."""
+"""How a drafter's acceptance falls beyond the length at which the drafter was trained."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, SerializeAsAny, TypeAdapter, field_validator
 
-from tltlab.arrays import Flags, Floats, Ints
+from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
-from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from .base import Acceptance, AcceptanceModel, Positive, RequestArrays, Scaled, Variation, Wrapped, scaled
@@ -31,16 +30,6 @@ TRAINED_TOKENS: dict[str, int | None] = {"short": 2048, "window": None, "long": 
 """
 _HELD = 16, 128
 """Chances are held for a 16th of the trained length in iterations, at most 128: a chance loses some 3 % meanwhile."""
-LEAST_TOKENS = 256
-"""Trained lengths below are not looked for: the first tokens of a response are others than later ones."""
-_CELL_TOKENS = 128
-"""Drafts of one response that begin within so many tokens of each other are counted together."""
-_RATIO = 1.03
-"""Ratio of neighbouring trained lengths that are tried."""
-_MIN_RESPONSES = 8
-_SURE = 16.0
-"""Deviance by which the best length must be better than none; _SPAN: by which another one may be worse than it."""
-_SPAN = 3.84
 _K = 1024
 _WRITTEN = re.compile(r"(.+)@([\w.]+)", re.DOTALL)
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kK]?)")
@@ -172,95 +161,5 @@ def trained_at(model: Acceptance, trained_tokens: float | None, text: str) -> Ac
     return ContextAcceptance(base=model, trained_tokens=trained_tokens)
 
 
-@frozen
-class TrainedLength:
-    """A fitted trained length with the ends of its 95 % interval, and the chance of each drafted token within it."""
-
-    trained_tokens: int
-    low: int
-    high: int
-    chances: tuple[float, ...]
-
-
-def fit_trained_length(*, response: Ints, context_tokens: Floats, reach: Ints, accepted: Ints) -> TrainedLength | None:
-    """The trained length that makes one drafter's drafts most likely; None where the drafts do not identify one.
-
-    One entry each: the number of its response, tokens before it, most tokens that could be kept, tokens kept. Each
-    token of a draft has a chance of its own, so depths may be mixed. Some responses are easier to draft for: deviances
-    are divided by the dispersion of what these keep (quasi-likelihood).
-    """
-    if len(np.unique(response)) < _MIN_RESPONSES:
-        return None
-    cells = _Cells.of(response, context_tokens, reach, accepted)
-    longest, shortest = float(cells.context.max()), float(cells.context.min())
-    first = max(float(LEAST_TOKENS), shortest / USELESS_AT)
-    if longest <= first:
-        return None
-    lengths = np.geomspace(first, longest, max(2, int(np.log(longest / first) / np.log(_RATIO))))
-    each = np.array([cells.log_likelihood(length) for length in lengths])
-    best = int(each.argmax())
-    dispersion = cells.dispersion(lengths[best])
-    deviance = 2.0 * (each[best] - each) / dispersion
-    gain = 2.0 * (each[best] - cells.log_likelihood(np.inf)) / dispersion
-    if gain < _SURE or len(np.unique(cells.response[cells.context > lengths[best]])) < _MIN_RESPONSES:
-        return None
-    equal = np.flatnonzero(deviance < _SPAN)
-    low, high = lengths[max(0, equal.min() - 1)], lengths[min(len(lengths) - 1, equal.max() + 1)]
-    trained = round(float(lengths[best]))
-    chances = cells.chances(_share(cells.context, trained))
-    return TrainedLength(
-        trained_tokens=trained, low=round(float(low)), high=round(float(high)), chances=tuple(chances.tolist())
-    )
-
-
 def _share(context_tokens: Floats, trained_tokens: float) -> Floats:
     return np.clip((USELESS_AT - context_tokens / trained_tokens) / (USELESS_AT - 1.0), 0.0, 1.0)
-
-
-@frozen
-class _Cells:
-    """Counts of drafts of one response at about one context: tokens `tried` and `kept`, shape (cells, places)."""
-
-    response: Ints
-    context: Floats
-    tried: Floats
-    kept: Floats
-
-    @classmethod
-    def of(cls, response: Ints, context: Floats, reach: Ints, accepted: Ints) -> _Cells:
-        pairs = np.stack([response, (context / _CELL_TOKENS).astype(np.int64)], axis=1)
-        cells, at = np.unique(pairs, axis=0, return_inverse=True)
-        at, place = at.ravel(), np.arange(1, int(reach.max()) + 1)
-
-        def counted(rows: Flags) -> Floats:
-            counts = np.zeros((len(cells), len(place)))
-            np.add.at(counts, at, rows)
-            return counts
-
-        return cls(
-            response=cells[:, 0],
-            context=np.bincount(at, context) / np.bincount(at),
-            tried=counted((place <= reach[:, None]) & (place <= accepted[:, None] + 1)),
-            kept=counted(place <= accepted[:, None]),
-        )
-
-    def log_likelihood(self, trained_tokens: float) -> float:
-        """Log-likelihood of all drafts."""
-        chance = self._expected(trained_tokens)
-        return float((self.kept * np.log(chance) + (self.tried - self.kept) * np.log1p(-chance)).sum())
-
-    def dispersion(self, trained_tokens: float) -> float:
-        """Variance of what responses keep over that of independent drafts, at least 1."""
-        chance = self._expected(trained_tokens)
-        off = np.bincount(self.response, (self.kept - self.tried * chance).sum(axis=1))
-        return max(1.0, float((off**2).sum() / (self.tried * chance * (1.0 - chance)).sum()))
-
-    def chances(self, share: Floats) -> Floats:
-        """The chance of each place of a draft, given those before it, where `share` of it is left in each cell."""
-        tried, kept = (self.tried * share[:, None]).sum(axis=0), self.kept.sum(axis=0)
-        chances: Floats = np.divide(kept, tried, out=np.zeros_like(kept), where=tried > 0)
-        return np.minimum(1.0, chances)
-
-    def _expected(self, trained_tokens: float) -> Floats:
-        share = _share(self.context, trained_tokens)
-        return np.clip(share[:, None] * self.chances(share), 1e-4, 1.0 - 1e-4)

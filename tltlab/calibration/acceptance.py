@@ -1,12 +1,10 @@
-"""Fits acceptance models to a trace: by batch, by siblings, by age and training, and by context."""
+"""Fits acceptance models to a trace: by batch, by siblings, and by age and training."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.base import from_survival
-from tltlab.acceptance.context import ContextAcceptance, fit_trained_length, trained_text
 from tltlab.acceptance.curves import SiblingAcceptance, fit_siblings
 from tltlab.acceptance.freshness import FreshAcceptance, drafter_states, fit_freshness, measured_state
 from tltlab.acceptance.measured import BatchBand, FittedDepth, MeasuredAcceptance, fit_acceptance
@@ -14,55 +12,11 @@ from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError
 from tltlab.records import frozen
 from tltlab.traces.drafts import recorded_drafts, walked_drafts
-from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
 KINDS = ("by-batch", "siblings", "fresh")
-Model = MeasuredAcceptance | ContextAcceptance | SiblingAcceptance | FreshAcceptance
+Model = MeasuredAcceptance | SiblingAcceptance | FreshAcceptance
 _ASSUMPTION = 'state an assumption: a file {"kind": "fresh", "base": MODEL, "drafter": NAME, "freshness": {...}}'
-
-
-def by_context(
-    model: MeasuredAcceptance, drafts: pd.DataFrame, workload: pd.DataFrame
-) -> tuple[MeasuredAcceptance | ContextAcceptance, list[str]]:
-    """The model with the trained length of its drafter with a network, where drafts identify one, and a note of it.
-
-    Then the drafter's chances within that length hold at every batch size: small batches are those of long contexts.
-    A trained length is a property of one drafter: with several that have a network nothing is fitted.
-    """
-    names = [name for name in model.drafters if not model.copied(name)]
-    if len(names) != 1 or drafts.empty:
-        return model, []
-    rows = drafts[drafts["drafter"] == names[0]]
-    # The last draft of a response is cut where it ends.
-    rows = rows[rows.duplicated(list(KEY), keep="last")].merge(workload[[*KEY, "prompt_tokens"]], on=list(KEY))
-    found = fit_trained_length(
-        response=np.asarray(rows.groupby(list(KEY)).ngroup(), np.int64),
-        context_tokens=(rows["generated_tokens"] + rows["prompt_tokens"]).to_numpy(np.float64),
-        reach=rows["reach"].to_numpy(np.int64),
-        accepted=rows["accepted"].to_numpy(np.int64),
-    )
-    if found is None:
-        return model, []
-    deepest = max(depth for band in model.bands for depth in band.drafters_by_depth.get(names[0], {}))
-    if len(found.chances) < deepest:
-        return model, []
-    note = (
-        f"acceptance of {names[0]} falls with context like that of a drafter trained at {found.trained_tokens} tokens "
-        f"(95 %: {found.low} to {found.high}): written as @{trained_text(found.trained_tokens)}, at every batch size"
-    )
-    bands = tuple(_replaced(band, names[0], found.chances) for band in model.bands)
-    base = MeasuredAcceptance.model_validate({**dict(model), "bands": bands})
-    return ContextAcceptance(base=base, trained_tokens=found.trained_tokens, names=(names[0],)), [note]
-
-
-def _replaced(band: BatchBand, drafter: str, chances: tuple[float, ...]) -> BatchBand:
-    """The band with a drafter's distributions made of its chances."""
-    fits = {}
-    for depth, fit in band.drafters_by_depth.get(drafter, {}).items():
-        p = from_survival(np.cumprod(chances[:depth], dtype=np.float64))
-        fits[depth] = fit.model_copy(update={"accepted": tuple(p.tolist())})
-    return band.model_copy(update={"drafters_by_depth": band.drafters_by_depth | ({drafter: fits} if fits else {})})
 
 
 @frozen
@@ -79,7 +33,7 @@ def fit_kind(trace: Trace, kind: str = "by-batch") -> AcceptanceFit:
 
     "by-batch" takes iterations, which alone know the batch, and acceptance.parquet where there are none; "siblings"
     needs iterations, "fresh" acceptance.parquet. Raises ConfigError for an unknown kind and where the trace lacks what
-    a kind needs; "by-batch" without speculation has model None, and a trained length where drafts identify one.
+    a kind needs; "by-batch" without speculation has model None.
     """
     if kind not in KINDS:
         raise ConfigError(f"unknown kind of acceptance {kind!r}: there are {', '.join(KINDS)}")
@@ -94,17 +48,9 @@ def _by_batch(trace: Trace) -> AcceptanceFit:
             note = "nothing was speculated, so there is no acceptance to fit"
             return AcceptanceFit(kind="by-batch", model=None, notes=(note,))
         note = "acceptance: walked along acceptance.parquet, which knows no batch: one band for all of them"
-        drafts = _walked_drafts(trace)
-        pooled, context_notes = by_context(_pool(drafts, trace.drafters), drafts, trace.workload)
-        return AcceptanceFit(kind="by-batch", model=pooled, notes=(note, *context_notes))
+        return AcceptanceFit(kind="by-batch", model=_pool(_walked_drafts(trace), trace.drafters), notes=(note,))
     measured, notes = fit_acceptance(table, trace.drafters)
-    model: Model | None = measured
-    if measured is not None and not all(map(measured.copied, measured.drafters)):
-        drafts, left_out = recorded_drafts(trace)
-        model, context_notes = by_context(measured, drafts, trace.workload)
-        notes += context_notes
-        notes += [f"acceptance by context is not known: {note}" for note in left_out if drafts.empty]
-    return AcceptanceFit(kind="by-batch", model=model, notes=tuple(notes))
+    return AcceptanceFit(kind="by-batch", model=measured, notes=tuple(notes))
 
 
 def _siblings(trace: Trace) -> AcceptanceFit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,14 +14,15 @@ from tltlab.console import Json, command_group, emit, progress, table
 from tltlab.errors import ConfigError
 from tltlab.importers.rows import Reading
 from tltlab.importers.sources import imported, read
-from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, longest, outlook, statistics
+from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, statistics
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
 from tltlab.lengths.model import LengthModel, of_regime
 from tltlab.options import Option, check, command
+from tltlab.traces.metrics import count
+from tltlab.traces.metrics import describe as describe_trace
+from tltlab.traces.recorder import Recorder
 from tltlab.traces.recorder import repair as repair_recording
-from tltlab.traces.storage import has_checksums
-from tltlab.traces.stream import StreamWriter, count
-from tltlab.traces.stream import describe as describe_trace
+from tltlab.traces.storage import frame_to_arrow, has_checksums
 from tltlab.traces.trace import Trace, locate, read_one, together
 
 from . import reading as options
@@ -37,17 +38,10 @@ TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="A trac
 def describe(trace: TraceArgument, as_json: Json = False) -> None:
     """Print what is in a trace: manifest, tables, and lengths and times of each RL step.
 
-    Also the longest response and the makespan that another RL step will have.
-
     Example: tltlab trace describe traces/tiny
     """
-    source = read(trace)
-    result = describe_trace(source)
-    ahead = outlook(source)
-    result |= {
-        name: value and asdict(value) for name, value in (("longest", ahead.longest), ("makespan", ahead.makespan))
-    }
-    emit(result, as_json=as_json, text=f"{_describe_text(result)}\n\n{ahead}".rstrip())
+    result = describe_trace(read(trace))
+    emit(result, as_json=as_json, text=_describe_text(result))
 
 
 @app.command()
@@ -232,9 +226,12 @@ def generate(
     every = math.ceil(math.prod(shape.values()) / MAX_RESPONSES)
     sampled: list[StepTables] = []
     num_tokens = 0
-    with StreamWriter(out, manifest) as writer:
+    with Recorder(out, manifest) as recorder:
         for rl_step, (workload, outcomes) in enumerate(steps):
-            writer.append(*((workload, outcomes) if tools is None else tools.cut((workload, outcomes), seed)))
+            written = (workload, outcomes) if tools is None else tools.cut((workload, outcomes), seed)
+            for name, frame in zip(("workload", "outcomes"), written, strict=True):
+                recorder.append(name, frame_to_arrow(name, frame))
+            recorder.flush(wait=False)
             num_tokens += int(outcomes["response_tokens"].sum())
             if rl_step % every == 0:
                 sampled.append((workload, outcomes))
@@ -242,7 +239,6 @@ def generate(
     names = ("workload", "outcomes")
     tables = {n: pd.concat(frames) for n, frames in zip(names, zip(*sampled, strict=True), strict=True)}
     figures = statistics(Trace.from_tables(manifest, tables))
-    ahead = longest(model, shape["prompts_per_step"] * shape["group_size"], rl_step=shape["num_rl_steps"])
     result = {
         "path": str(out),
         "num_rl_steps": shape["num_rl_steps"],
@@ -251,9 +247,8 @@ def generate(
         "model": model.model_dump(mode="json"),
         "statistics": figures,
         "like": source.statistics,
-        "longest": asdict(ahead),
     }
-    emit(result, as_json=as_json, text=f"{_generated_text(result)}\n\n{ahead}")
+    emit(result, as_json=as_json, text=_generated_text(result))
 
 
 def _counts_text(counts: dict[str, Any]) -> str:

@@ -37,12 +37,6 @@ def _expanded(name: str) -> Iterator[str]:
 
 NAMES = {kind: tuple(n for name in names for n in _expanded(name)) for kind, names in _TABLE["names"].items()}
 """Names by kind, the first that is there counts."""
-UNITS = {
-    "": None, "ts": 1.0, "s": 1.0, "sec": 1.0, "secs": 1.0, "seconds": 1.0, "ms": 1e-3, "millis": 1e-3, "us": 1e-6,
-    "ns": 1e-9,
-}  # fmt: skip
-"""Seconds of a unit that ends the name of a time; None is unknown."""
-TIMES = ("t_submit", "t_first_token", "ttft", "t_finish", "latency")
 
 _IN_ENVELOPES, ENVELOPES = set(_TABLE["envelopes"]["kinds"]), set(_TABLE["envelopes"]["names"])
 REASONS: dict[str, list[str]] = _TABLE["finish_reasons"]
@@ -69,10 +63,6 @@ def matches(columns: Iterable[str], kind: str, fits: Callable[[str], bool] = lam
         *around, last = plain(column).split(".")
         depth = len(around)
         name = next((n for n in ("".join(around[-1:]) + last, last) if n in order), None)
-        if name is None and kind in TIMES:
-            name = next(
-                (last.removesuffix(u) for u in UNITS if u and last.endswith(u) and last.removesuffix(u) in order), None
-            )
         if kind == "row_id" and around and last in ("index", "idx"):
             continue  # Words of a choice among several.
         if name is None or (kind in _IN_ENVELOPES and not ENVELOPES.issuperset(around)) or not fits(column):
@@ -87,17 +77,6 @@ def kind_of(column: str) -> frozenset[str]:
     return frozenset(kind for kind in NAMES if matches([column], kind))
 
 
-def unit_of(column: str) -> float | None:
-    """Return the seconds of the unit at the end of a time's name; None where it has none."""
-    last = plain(column).rpartition(".")[2]
-    names = {name for kind in TIMES for name in NAMES[kind]}
-    if last in names:
-        return None
-    return next((UNITS[u] for u in UNITS if u and last.endswith(u) and last.removesuffix(u) in names), None)
-
-
-_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?P<mark>[,_' \u00a0\u2009\u202f])\d{3}(?:(?P=mark)\d{3})*(?:\.\d+)?")
-_EUROPEAN = re.compile(r"[-+]?\d{1,3}(\.\d{3})+")
 _BOOLEANS = {"true": 1.0, "false": 0.0}
 _NULLS = {"", "nan", "none", "null", "na", "n/a", "<na>"}
 
@@ -133,12 +112,10 @@ def lists_in(cells: pd.Series[Any]) -> NDArray[np.bool_]:
 
 
 def number(cell: Any, *, booleans: bool = False) -> float:
-    """Return the number in a cell, NaN where there is none; texts may group thousands, and `booleans` be 1 and 0.
+    """Return the number in a cell, NaN where there is none, and infinite for what no float holds.
 
-    Infinite for what no float holds.
-
-    >>> number("1,234"), number("1_234.5"), number("12"), number("True"), number("long"), number(10**400)
-    (1234.0, 1234.5, 12.0, nan, nan, inf)
+    >>> number("12"), number("1,234"), number("True"), number("True", booleans=True), number(10**400)
+    (12.0, nan, nan, 1.0, inf)
     """
     if not booleans and isinstance(cell, bool | np.bool_):
         return float("nan")
@@ -147,8 +124,6 @@ def number(cell: Any, *, booleans: bool = False) -> float:
             text = cell.strip()
             if booleans and text.lower() in _BOOLEANS:
                 return _BOOLEANS[text.lower()]
-            if match := _THOUSANDS.fullmatch(text):
-                return float(text.replace(match["mark"], ""))
             # Python would take `1_2` for 12.
             return float("nan") if "_" in text else float(text)
         return float(cell) if isinstance(cell, int | float | np.number | np.bool_ | Decimal) else float("nan")
@@ -165,19 +140,6 @@ def numbers(cells: pd.Series[Any], *, booleans: bool = False) -> NDArray[np.floa
     if cells.dtype == "str" and (fast := pd.to_numeric(cells, errors="coerce")).notna().all():
         return fast.to_numpy(np.float64)
     return np.array([number(cell, booleans=booleans) for cell in cells], np.float64)
-
-
-def ambiguous_thousands(cells: pd.Series[Any]) -> str | None:
-    """Return the first ambiguous text such as "1.000" (1 or 1000), or None.
-
-    Where a text has four digits before its point, or another number of them behind it, a point is a point.
-    """
-    if cells.dtype == "str" and not cells.str.contains(".", regex=False).any():
-        return None
-    texts = [cell.strip() for cell in cells if isinstance(cell, str) and "." in cell]
-    if any(not _EUROPEAN.fullmatch(text) for text in texts):
-        return None
-    return texts[0] if texts else None
 
 
 def is_list(cell: Any) -> bool:

@@ -22,9 +22,6 @@ from tltlab.errors import TraceError
 from .fields import (
     NAMES,
     REASONS,
-    TIMES,
-    UNITS,
-    ambiguous_thousands,
     conversation_texts,
     is_list,
     is_message,
@@ -37,7 +34,6 @@ from .fields import (
     numbers,
     parsed,
     plain,
-    unit_of,
 )
 from .rows import BY_OPTION, Reading, Records, Row, flat, text_id
 from .token_counts import NoTokenCounter
@@ -97,7 +93,6 @@ class Reader:
         self.notes: dict[str, None] = {}
         self._lists: dict[str, str] = {}
         self._seen: set[str] = set()
-        self._scales: dict[str, float | None] = {}
         self._record = 0
 
     @property
@@ -258,17 +253,14 @@ class Reader:
             absent = absent & missing_in(cells) & (failed | np.bool_(may_miss))
             values = np.where(absent & failed, 0.0, values)
         ok = absent | ((values >= at_least) & (values <= MOST_TOKENS) & (values == np.floor(values)))
+        # 1.000 may be one, or a thousand.
+        ok &= ~cells.astype(str).str.fullmatch(r"\s*\d{1,3}(\.\d{3})+\s*").to_numpy(bool)
         if not ok.all():
             at = int(np.argmin(ok))
             cell = cells.iloc[at]
             got = "nothing" if is_missing(cell) and not isinstance(cell, str) else shown(cell)
-            is_grouped = isinstance(cell, str) and ambiguous_thousands(cells.iloc[[at]])
-            hint = "; thousands are written 1234 or 1,234" if is_grouped else ""
+            hint = ", without marks between thousands" if isinstance(cell, str) else ""
             records.fault(at, column, f"got {got}, wanted a whole number from {at_least} to {MOST_TOKENS}{hint}")
-        if (text := ambiguous_thousands(cells)) is not None:
-            written = f"write {text.replace('.', '')} or {float(text):g}"
-            fault = f"{text} may be {float(text):g} or thousands: {written}"
-            records.fault(cells.to_list().index(text), column, fault)
         return values
 
     def _column(self, records: Records, *kinds: str, fits: Callable[[str], Any] | None = None) -> str | None:
@@ -390,59 +382,6 @@ class Reader:
             total = np.where(np.isfinite(values), np.nan_to_num(total) + values, total)
         return total
 
-    def _times(self, records: Records) -> dict[str, Any]:
-        """Seconds of submission, first token and finish on the dump's clock; NaN where the first is unknown."""
-        nothing = np.full(len(records.frame), np.nan)
-        submit = self._time(records, "t_submit")
-        if submit is None:
-            return dict.fromkeys(("t_submit", "t_first_token", "t_finish"), nothing)
-        found = {kind: nothing if (time := self._time(records, kind)) is None else time for kind in TIMES[1:]}
-        ends = {
-            "t_first_token": np.where(np.isnan(found["t_first_token"]), submit + found["ttft"], found["t_first_token"]),
-            "t_finish": np.where(np.isnan(found["t_finish"]), submit + found["latency"], found["t_finish"]),
-        }
-        for name, times in ends.items():
-            if (times < submit).any():
-                at = int(np.argmax(times < submit))
-                records.fault(at, name, f"got {times[at]}, before the start {submit[at]}")
-        return {"t_submit": submit} | ends
-
-    def _time(self, records: Records, kind: str) -> Any:
-        """A kind of time in seconds; None where no column has it, or its unit cannot be known."""
-        frame = records.frame
-        columns = matches(
-            frame.columns, kind, lambda c: not missing_in(frame[c]).all() and not lists_in(frame[c]).any()
-        )
-        dated, result = None, None
-        for column in columns:
-            values = numbers(frame[column])
-            if np.isnan(values[~missing_in(frame[column])]).any():
-                dated = dated or column
-                continue
-            self.use(kind, column)
-            scale = unit_of(column) or UNITS[self.reading.time_unit or ""]
-            if scale is None and column not in self._scales:
-                self._scales[column] = self._scale(column, values)
-            if (scale := scale or self._scales[column]) is not None:
-                result = values * scale if result is None else np.where(np.isnan(result), values * scale, result)
-        if result is not None:
-            return result
-        if dated is None or kind in ("ttft", "latency"):
-            return None
-        times = pd.to_datetime(frame[dated].astype(object), errors="coerce", utc=True, format="mixed")
-        is_date = frame[dated].map(lambda cell: not isinstance(cell, str) or any(map(str.isdigit, cell)))
-        records.require((times.notna() & is_date) | missing_in(frame[dated]), dated, "a time")
-        self._seen.add(dated)
-        return (times - pd.Timestamp(0, tz="utc")).dt.total_seconds().to_numpy()
-
-    def _scale(self, column: str, values: Any) -> float | None:
-        """Seconds of the unit of a time whose name has none: 1 for fractions, None (ask) for whole numbers."""
-        if (np.isnan(values) | (values != np.floor(values))).any():
-            return 1.0
-        option = BY_OPTION.format("--time-unit s or ms")
-        self.note(f"{column} has whole numbers without a unit: times are not read ({option})")
-        return None
-
     def read(self, records: Records) -> pd.DataFrame:
         """Return a row of numbers for each response of some records, with candidates for its prompt's name."""
         frame = records.frame
@@ -462,7 +401,6 @@ class Reader:
             column = self._column(records, name)
             result[name] = np.nan if column is None else self._whole(records, column, least, may_miss=True)
         result["sample_is_ours"] = "sample" in frame
-        result = result.assign(**self._times(records))
         result["text"] = self._prompts(records)
         said = self._text_columns(records, "response_text")[:1]
         result["said"] = [text_id(cell) for cell in frame[said[0]]] if said else None
@@ -613,29 +551,16 @@ class Reader:
         frame = records.frame
         known = self._known_prompts(records)
         known = np.full(len(frame), np.nan) if known is None else known.copy()
-        for column in self._listed(frame, "mask"):
-            for at, mask in enumerate(frame[column]):
-                # A prompt's length that is the whole's.
-                lead = next((i for i, one in enumerate(mask) if one), 0) if is_list(mask) else 0
-                known[at] = lead if lead and known[at] >= lead + lengths[at] else known[at]
         for column in self._listed(frame, "all_ids", "tokens") if np.isnan(known).any() else ():
-            if self.used.get("response_tokens") == column:
+            # What is called input_ids may be the prompt alone.
+            masks = self._listed(frame, "mask")
+            if self.used.get("response_tokens") == column or (plain(column).endswith("inputids") and not masks):
                 continue
-            masks, answers = self._listed(frame, "mask"), self._listed(frame, *_RESPONSE_IDS)
-            is_prompt = plain(column).endswith("inputids")
-            for at, cell in enumerate(frame[column]):
-                if not is_list(cell) or not np.isnan(known[at]):
-                    continue
-                answer = next((list(frame[c].iloc[at]) for c in answers if is_list(frame[c].iloc[at])), None)
-                mask = next((frame[c].iloc[at] for c in masks if is_list(frame[c].iloc[at])), ())
-                if len(mask) == len(cell):
-                    known[at] = next((i for i, one in enumerate(mask) if one), len(cell))
-                elif (answer is not None and is_prompt and (not answer or list(cell[-len(answer) :]) != answer)) or (
-                    is_prompt and answer is None and not mask
-                ):
-                    known[at] = len(cell)
-                elif len(cell) >= lengths[at]:
-                    known[at] = len(cell) - max(lengths[at], len(mask) if len(mask) <= len(cell) else 0)
+            rest = frame[column].map(_size).to_numpy(np.float64) - lengths
+            for mask in masks:
+                sizes, before = frame[mask].map(_size), frame[mask].map(_zeros_before)
+                rest = np.where(sizes == frame[column].map(_size), before, rest)
+            known = np.where(np.isnan(known) & (rest >= 0), rest, known)
             self.use("prompt_tokens", column)
         total = self._column(records, "total") if np.isnan(known).all() else None
         if total is not None:
@@ -740,6 +665,11 @@ def _size(cell: Any) -> int:
     return len(cell) if is_list(cell) else -1
 
 
+def _zeros_before(mask: Any) -> int:
+    """Return how many zeros begin a mask, all of one without ones."""
+    return next((at for at, one in enumerate(mask) if one), len(mask)) if is_list(mask) else 0
+
+
 def _identity(cell: Any) -> str:
     """Return a prompt's name as a text, the same for 1 and 1.0."""
     if isinstance(cell, float) and cell.is_integer():
@@ -755,8 +685,7 @@ def tables_of_responses(
     `frame` has what `responses.Reader.read` gives. Samples of a prompt without a number are numbered in their
     order. `epoch` counts the earlier RL steps with the same prompt. With `max_response_tokens` a response
     that long was cut ("length"); a longer one is a TraceError, or cut to it where lengths are counts of text. Without,
-    the longest response is the cap. Times count from the first submission of the RL step. `names_prompts` numbers
-    unnamed prompts within their RL step, else through the file.
+    the longest response is the cap. `names_prompts` numbers unnamed prompts within their RL step, else through all.
     """
     frame = frame.sort_values("rl_step", kind="stable", ignore_index=True)
     notes: list[str] = []
@@ -795,12 +724,7 @@ def tables_of_responses(
     key["sample"] = key["sample"].astype(np.int64)
     cut = (lengths >= caps) & known_cap
     tables = tables_of_lengths(key, np.minimum(lengths, caps), np.nan_to_num(prompts).astype(np.int64), caps, cut)
-    times = ["t_submit", "t_first_token", "t_finish"]
-    outcomes = tables["outcomes"].join(frame[["reward", "worker", *times]].astype(np.float64))
-    outcomes[times] = outcomes[times].sub(outcomes.groupby("rl_step")["t_submit"].transform("min"), axis=0)
-    outcomes.loc[outcomes["t_submit"].isna(), times] = np.nan
-    if 0 < (num_untimed := int(outcomes["t_submit"].isna().sum())) < len(outcomes):
-        notes.append(f"{num_untimed} requests have no start time: their times are unknown")
+    outcomes = tables["outcomes"].join(frame[["reward", "worker"]].astype(np.float64))
     outcomes["finish_reason"] = outcomes["finish_reason"].where(unknown, reason)
     return tables | {"outcomes": outcomes}, notes, named_by
 

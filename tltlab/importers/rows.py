@@ -26,11 +26,10 @@ from tltlab.records import frozen
 from tltlab.strategy import Strategy
 from tltlab.traces.storage import MOST_ROWS, check_parquet
 
-from .fields import ENVELOPES, LISTS, NAMES, UNITS, is_list, is_message, kind_of, parsed, plain
+from .fields import ENVELOPES, LISTS, NAMES, is_list, is_message, kind_of, parsed, plain
 from .token_counts import NoTokenCounter, TokenCounter, token_counter
 
 Lists = Literal["lengths", "ids"]
-TimeUnit = Literal["s", "ms", "us", "ns"]
 _WRAPPERS = ("simulations", "results", "records", "requests", "trajectories", "rows", "entries", "episodes", "items")
 _OF_RESPONSES = {"prompt_text", "prompt_ids", "prompt_id", "response_sizes", "response_tokens", "sizes", "tokens"}
 _MOST_FIELDS, _MOST_DEPTH = 256, 32
@@ -241,7 +240,7 @@ class Reading:
 
     `column` has the lengths (in a table of metrics their means), `step_column` the RL steps, `group_column` what is the
     same for all samples of a prompt: each a field's name, with points where it is within objects. `lists` is the
-    meaning of numbers in a list, `time_unit` the unit of times. `max_response_tokens` is the run's cap, unknown the
+    meaning of numbers in a list. `max_response_tokens` is the run's cap, unknown the
     longest response. `responses` is their number in each RL step of a log and `drafted` the strategy of its run, for
     metrics alone; `reward_columns` are for trl alone. `tokens` counts texts, by default with the `tokenizer` or by
     `chars_per_token`. `needs` are columns of a trace that no record may lack.
@@ -268,7 +267,6 @@ class Reading:
     lists: Annotated[Lists | None, Option("What lists of numbers are: lengths, of a response each, or token ids.")] = (
         None
     )
-    time_unit: Annotated[TimeUnit | None, Option("Unit of times without one in their names: s, ms, us, ns.")] = None
     group_size: Annotated[
         int | None, Option("Samples per prompt, so many in a row, where nothing names the prompt.", min=1)
     ] = None
@@ -345,7 +343,7 @@ def flat(fields: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
         if not isinstance(value, dict) or is_deep or len(value) > _MOST_FIELDS:
             result[name] = value
         elif value.keys() == {"value", "unit"}:
-            result[f"{name}_{value['unit']}" if value["unit"] in UNITS else name] = value["value"]
+            result[name] = value["value"]
         elif plain(key) in NAMES["finish_reason"]:
             result[name] = value.get("type")
         elif is_message(value) and value.keys() & {"content", "text", "value"} and "usage" not in value:

@@ -55,7 +55,6 @@ _SNIFFED = 64
 """Records by which a format is known."""
 _NAMED = 'give one list of all lengths, or objects that name them, such as {"rl_step": 1, "response_lengths": [5, 9]}'
 _SIZES = ("response_sizes", "response_tokens", "sizes", "tokens")
-_PROMPTS = ("prompt_sizes", "prompt_tokens")
 _ENOUGH = {"mask", "response_ids", "all_ids", "logprobs", "response_text", "conversation", "total"}
 """Kinds of fields of which any has a response's length."""
 _OF_ONE = {"prompt_id", "sample", "finish_reason", "prompt_text", "response_text", "conversation", "mask",
@@ -143,7 +142,6 @@ def _check(reading: Reading, form: Format, workers: int | None) -> None:
     options = {
         "a token counter": not isinstance(reading.tokens, NoTokenCounter), "a column of RL steps": reading.step_column,
         "a column of groups": reading.group_column, "what lists are": reading.lists,
-        "a unit of times": reading.time_unit,
     }  # fmt: skip
     for name, value in options.items():
         if value and form == "metrics":
@@ -311,7 +309,7 @@ def guess(path: Path, reading: Reading | None = None) -> Format:
     if ending(path) in TABLES:
         frame = table_of(path, most_bytes=1 << 18)
         fields = [dict(zip(frame.columns, cells, strict=True)) for _, *cells in frame.head(_SNIFFED).itertuples()]
-        return _format_of_table(path, fields, reading) if fields else "csv"
+        return "metrics" if fields and _has_means(path, fields, reading) else "csv"
     rows: list[Row] = []
     try:
         rows = _first_rows(path)
@@ -347,13 +345,6 @@ def _first_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _format_of_table(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading | None) -> Format:
-    if _has_means(path, fields, reading):
-        return "metrics"
-    names = list(fields[0])
-    return "vllm" if matches(names, "t_submit") and _of_kinds(names, _PROMPTS) else "csv"
-
-
 def _of_kinds(names: Iterable[str], kinds: Sequence[str]) -> list[str]:
     return [column for kind in kinds for column in matches(names, kind)]
 
@@ -371,7 +362,7 @@ def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None)
         return "trl"
     if _has_means(path, fields, reading):
         return "metrics"
-    sizes, prompts = _of_kinds(first, _SIZES), _of_kinds(first, _PROMPTS)
+    sizes = _of_kinds(first, _SIZES)
     kinds = {kind for name in first for kind in kind_of(name)}
     is_summary = "totaloutputtokens" in map(plain, first) and not any(is_list(first[name]) for name in sizes)
     if is_summary or not (sizes or kinds & _ENOUGH):
@@ -384,8 +375,7 @@ def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None)
             f"completion, messages); there are: {', '.join(map(str, first))}; name the field with the lengths or the "
             f"text, or the format ({BY_OPTION.format('--column and --format')})"
         )
-    is_request = bool(sizes) and (prompts or all("." in name for name in sizes))
-    return "vllm" if is_request and not any(is_list(first[name]) for name in (*sizes, *prompts)) else "csv"
+    return "csv"
 
 
 def _named(fields: Mapping[str, Any]) -> str | None:

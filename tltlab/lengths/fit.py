@@ -1,9 +1,8 @@
-"""Fits the model of lengths to a trace, predicts another RL step, and measures statistics to compare traces by."""
+"""Fits the model of lengths to a trace, and measures statistics to compare traces by."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
 
@@ -12,178 +11,23 @@ import pandas as pd
 
 from tltlab.arrays import Flags, Floats
 from tltlab.errors import ConfigError
-from tltlab.records import frozen
 from tltlab.traces.metrics import prompt_share as measured_share
-from tltlab.traces.metrics import rollout_s
 from tltlab.traces.trace import Trace
 
 from .model import LengthModel, ParetoTail, normal_weights
 
-LEVEL = 0.9
-_SCORES = np.linspace(-9.0, 9.0, 9001)
-_FAR = 5.0
 MAX_RESPONSES = 1_000_000
 """Responses used at most: larger traces are sampled at evenly spaced RL steps."""
 
 LEVELS = (
     0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99, 0.995, 0.999,
 )  # fmt: skip
-_OUTLOOK_RESPONSES = 100_000
 _MIN_BEYOND = 3
 _MIN_FINISHED = 10
 _MIN_PEAKS = 50
 _MIN_DRIFT_STEPS = 5
 _SIGNIFICANT = 3.0
 _NORMAL = NormalDist()
-
-
-@frozen
-class Longest:
-    """Tokens of the longest of `num_responses` in another RL step: the median, and the ends of the `level` interval.
-
-    The interval has the chance of that step's draws, the variation between the `num_steps` RL steps that the law was
-    fitted to, and the error of its tail. No end is beyond the cap.
-    """
-
-    num_responses: int
-    num_steps: int
-    level: float
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return (
-            f"longest of {self.num_responses} responses in another RL step: {self.median:.0f} tokens, {self.level:.0%} "
-            f"prediction interval {self.low:.0f} to {self.high:.0f}"
-        )
-
-
-@frozen
-class Makespan:
-    """Seconds of another RL step's rollout: the median, and the ends of the `level` prediction interval."""
-
-    num_steps: int
-    level: float
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return (
-            f"makespan of another RL step: {self.median:.4g} s, {self.level:.0%} prediction interval {self.low:.4g} to "
-            f"{self.high:.4g} s"
-        )
-
-
-def makespan(steps: Sequence[tuple[Floats, Floats, float]], ahead: Longest) -> Makespan | None:
-    """Predict the makespan of another RL step from `steps`: tokens and ends of their responses, and their makespans.
-
-    In the tail a response's end is straight in its tokens, with the slope of the longest eighth of each RL step. The
-    longest response of another RL step adds its tokens times the slope to what precedes it, whose variation between
-    the RL steps is added in quadrature. None where no RL step has times, or times do not rise with tokens.
-
-    >>> ahead = Longest(num_responses=2, num_steps=2, level=0.9, median=300.0, low=200.0, high=500.0)
-    >>> seen = [(np.array([100.0, most]), np.array([2.0, most / 100 + 1]), most / 100 + 1) for most in (200.0, 400.0)]
-    >>> print(makespan(seen, ahead))
-    makespan of another RL step: 4 s, 90% prediction interval 3 to 6 s
-    """
-    tokens_off, ends_off = [], []
-    for tokens, ends, _ in steps:
-        last = np.argsort(tokens)[-max(2, len(tokens) // 8) :]
-        tokens_off.append(tokens[last] - tokens[last].mean())
-        ends_off.append(ends[last] - ends[last].mean())
-    off = np.concatenate([*tokens_off, np.zeros(0)])
-    squares = float(off @ off)
-    slope = float(off @ np.concatenate(ends_off)) / squares if squares > 0 else 0.0
-    if slope <= 0:
-        return None
-    before = np.array([seconds - slope * tokens.max() for tokens, _, seconds in steps])
-    spread = _NORMAL.inv_cdf((1 + ahead.level) / 2) * (float(before.std(ddof=1)) if len(before) > 1 else 0.0)
-    median, low, high = (float(before.mean()) + slope * tokens for tokens in (ahead.median, ahead.low, ahead.high))
-    return Makespan(
-        num_steps=len(steps),
-        level=ahead.level,
-        median=median,
-        low=max(0.0, median - math.hypot(median - low, spread)),
-        high=median + math.hypot(high - median, spread),
-    )
-
-
-def step_score(law: LengthModel, tokens: float, num_responses: int, rl_step: int = 0, *, cut: bool = False) -> float:
-    """Standard normal score of an RL step's longest response: 0 where the law's median maximum is met.
-
-    The chance, under the law, that the longest of `num_responses` independent responses is no longer, as a score. The
-    score of a response that was `cut` is the mean of the scores beyond.
-    """
-    from scipy.special import log_ndtr
-
-    reached = np.searchsorted(law.log_tokens(_SCORES, rl_step), math.log(tokens))
-    log_chance = num_responses * float(log_ndtr(_SCORES[min(int(reached), len(_SCORES) - 1)]))
-    chance = min(max(math.exp(max(log_chance, -700.0)), 1e-300), 1 - 1e-12)
-    score = min(max(_NORMAL.inv_cdf(chance), -_FAR), _FAR)
-    return min(_NORMAL.pdf(score) / (1 - _NORMAL.cdf(score)), _FAR) if cut else score
-
-
-def longest(law: LengthModel, num_responses: int, *, rl_step: int = 0) -> Longest:
-    """Predict the longest of `num_responses` in another RL step.
-
-    The predictive distribution is Student's over scores. `law.step_scores` has the score of each RL step that the law
-    was fitted to; with k of them and one step of mean 0 and variance 1 in advance, which is the law taken at its word,
-    there are k + 1 degrees of freedom, and the mean's error adds 1 / (k + 1) of the variance. The error of the tail's
-    shape adds the square of what it moves. Without such scores the interval is the law's own and that error.
-
-    >>> from tltlab.lengths.model import LengthModel
-    >>> law = LengthModel(quantiles=((0.5, 800), (0.9, 3200)), prompt_share=0.1, max_response_tokens=16384)
-    >>> print(longest(law, 512))
-    longest of 512 responses in another RL step: 16384 tokens, 90% prediction interval 12244 to 16384
-    """
-    mean, variance, freedom = _spread(law.step_scores)
-    center = _length_at(law, mean, num_responses, rl_step)
-    variance += _tail_variance(law, center, num_responses, rl_step)
-    from scipy.special import stdtrit
-
-    half = float(stdtrit(freedom, (1 + LEVEL) / 2)) if freedom else _NORMAL.inv_cdf((1 + LEVEL) / 2)
-    ends = (mean - half * math.sqrt(variance), mean, mean + half * math.sqrt(variance))
-    low, median, high = (_length_at(law, score, num_responses, rl_step) for score in ends)
-    return Longest(
-        num_responses=num_responses, num_steps=len(law.step_scores), level=LEVEL, low=low, median=median, high=high
-    )
-
-
-def _spread(scores: Sequence[float]) -> tuple[float, float, int]:
-    """Mean, variance of another score and degrees of freedom; 0 of them is a normal distribution."""
-    num = len(scores)
-    if not num:
-        return 0.0, 1.0, 0
-    mean = sum(scores) / (num + 1)
-    squares = sum((score - mean) ** 2 for score in scores) + mean**2
-    return mean, (1 + squares) / (num + 1) * (1 + 1 / (num + 1)), num + 1
-
-
-def _tail_variance(law: LengthModel, tokens: float, num_responses: int, rl_step: int) -> float:
-    """Squared score by which the median maximum moves when the tail's shape is off by its standard error."""
-    tail = law.tail
-    if tail is None or not tail.shape_error or tokens >= law.max_response_tokens:
-        return 0.0
-    moved = []
-    for error in (-tail.shape_error, tail.shape_error):
-        # Shape and scale are estimated together: correlation of their errors as Smith (1987) has it.
-        new = {"shape": min(tail.shape + error, 0.99), "scale": tail.scale * math.exp(-error / (1 + tail.shape))}
-        other = law.model_copy(update={"tail": tail.model_copy(update=new)})
-        moved.append(step_score(other, tokens, num_responses, rl_step))
-    return ((moved[1] - moved[0]) / 2) ** 2
-
-
-def _length_at(law: LengthModel, score: float, num_responses: int, rl_step: int) -> float:
-    """Tokens, cut at the cap, of the longest response at a score of the RL step."""
-    from scipy.special import log_ndtr
-
-    beyond = -math.expm1(float(log_ndtr(score)) / num_responses)
-    own = -_NORMAL.inv_cdf(beyond) if beyond < 1 - 1e-15 else -_FAR
-    logs: Floats = law.log_tokens(np.array([own]), rl_step)
-    cap = float(law.max_response_tokens)
-    return min(math.exp(min(max(float(logs[0]), 0.0), math.log(cap))), cap)
 
 
 def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthModel:
@@ -217,13 +61,6 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
         median_growth=median_growth,
         notes=tuple(notes),
     )
-    last = rows.loc[rows.groupby("step")["y"].idxmax(), ["step", "y", "cut"]]
-    sizes = rows.groupby("step").size()
-    scores = [
-        step_score(model, math.exp(y), int(sizes[step]), int(step), cut=bool(cut))
-        for step, y, cut in last.itertuples(index=False)
-    ]
-    model = model.model_copy(update={"step_scores": tuple(round(score, 4) for score in scores)})
     if prompt_share is None:
         measured = measured_share(sampled)
         if measured is None:
@@ -233,54 +70,6 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
             )
         prompt_share = _share_before_cut(model, measured, int(rows["step"].max()) // 2)
     return model.with_changes(prompt_share=prompt_share, **_prompt_lengths(rows))
-
-
-@frozen
-class Outlook:
-    """Predictions for another RL step of a trace's size; None where unknown."""
-
-    longest: Longest | None = None
-    makespan: Makespan | None = None
-
-    def __str__(self) -> str:
-        return "\n".join(str(each) for each in (self.longest, self.makespan) if each is not None)
-
-
-def outlook(trace: Trace, timed: Sequence[tuple[Floats, Floats, float]] | None = None) -> Outlook:
-    """The longest response and the makespan of another RL step, by the law fitted to a trace.
-
-    `timed` replaces the trace's own times: tokens and ends of the responses, and the makespan, of each RL step. Drift
-    stays where the last RL step has it. A cap that the longest response equals without being cut is not known, and
-    bounds no interval. Responses with several turns are not predicted. A larger trace is sampled: RL steps with about
-    100,000 responses.
-    """
-    try:
-        rows, sampled = _rows(trace, _OUTLOOK_RESPONSES)
-    except ConfigError:
-        return Outlook()
-    cap = int(rows["cap"].max())
-    known = bool(rows["at_cap"].any()) or cap > round(math.exp(float(rows["y"].max())))
-    if (sampled.outcomes["turn"] > 0).any():
-        return Outlook()
-    try:
-        law = fit_lengths(sampled, prompt_share=0.0)
-    except ConfigError:
-        return Outlook()
-    last = int(rows["step"].max())
-    if not known:
-        law = law.with_changes(max_response_tokens=2**31 - 1)
-    ahead = longest(law, max(1, round(len(rows) / len(sampled.rl_steps))), rl_step=last)
-    return Outlook(longest=ahead, makespan=makespan(_timed(sampled) if timed is None else timed, ahead))
-
-
-def _timed(trace: Trace) -> list[tuple[Floats, Floats, float]]:
-    """Tokens and ends of the responses, and the makespan, of each RL step in which all of these are known."""
-    found = []
-    for rl_step, seconds in rollout_s(trace).items():
-        part = trace.table("outcomes", rl_step=rl_step)
-        if seconds and part is not None and len(part) > 1 and part["t_finish"].notna().all():
-            found.append((part["response_tokens"].to_numpy(float), part["t_finish"].to_numpy(float), seconds))
-    return found
 
 
 def statistics(trace: Trace) -> dict[str, Any]:
@@ -325,7 +114,7 @@ def statistics(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _rows(trace: Trace, most: int = MAX_RESPONSES) -> tuple[pd.DataFrame, Trace]:
+def _rows(trace: Trace) -> tuple[pd.DataFrame, Trace]:
     """Responses of at least a token, and the trace (or the RL steps of it) they are of.
 
     Columns: step (0 is the trace's first RL step), prompt_id, y (log length), cut (y is a lower bound), at_cap, cap,
@@ -334,7 +123,7 @@ def _rows(trace: Trace, most: int = MAX_RESPONSES) -> tuple[pd.DataFrame, Trace]
     if not trace.rl_steps:
         raise ConfigError(f"{trace.path or 'trace'}: no RL step in it, so there are no lengths to look at")
     first = trace.table("outcomes", rl_step=trace.rl_steps[0])
-    every = math.ceil((1 if first is None else len(first)) * len(trace.rl_steps) / most)
+    every = math.ceil((1 if first is None else len(first)) * len(trace.rl_steps) / MAX_RESPONSES)
     if every > 1:
         trace = trace.select(trace.rl_steps[::every])
     on = ["rl_step", "prompt_id", "sample", "turn"]

@@ -66,8 +66,7 @@ class LengthModel(StoredModel):
     invents them. L is rounded, at least 1, and cut at `max_response_tokens`. `prompt_share` is the intraclass
     correlation of z; before the cut and for a log-normal also that of log L. From one epoch to the next a prompt's u
     keeps the correlation `prompt_memory`. Prompts have log-normal lengths; `prompt_length_correlation` is the
-    correlation of their log with u. `step_scores` are of the longest response of each RL step that the law was fitted
-    to (`longest`). `notes` name the sources of the values.
+    correlation of their log with u. `notes` name the sources of the values.
 
     >>> model = LengthModel(quantiles=((0.5, 800), (0.9, 3200)), prompt_share=0.9, max_response_tokens=16384)
     >>> round(model.quantile(0.5)), round(model.quantile(0.99)), round(model.cap_mass(), 4)
@@ -86,7 +85,6 @@ class LengthModel(StoredModel):
     prompt_tokens_median: float = Field(default=128.0, ge=0, lt=2**31)
     prompt_tokens_sigma: float = Field(default=0.0, ge=0, le=5)
     prompt_length_correlation: float = Field(default=0.0, ge=-1, le=1)
-    step_scores: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
 
     @field_validator("quantiles")
@@ -105,6 +103,7 @@ class LengthModel(StoredModel):
         value = read_json(Path(path))
         if not isinstance(value, dict) or value.get("format") != "tltlab-lengths":
             raise ConfigError(f"{path} is not a model of lengths: it has no format 'tltlab-lengths'")
+        value.pop("step_scores", None)  # Of earlier versions.
         return cls._checked(value, str(path))
 
     def with_changes(
@@ -122,7 +121,7 @@ class LengthModel(StoredModel):
         middle = self.quantile(0.5)
         if sigma is not None:
             new["quantiles"] = tuple((p, middle * math.exp(sigma * _NORMAL.inv_cdf(p))) for p in (0.5, 0.9))
-            new["tail"], new["step_scores"] = None, ()
+            new["tail"] = None
         if median is not None:
             new["quantiles"] = tuple((p, tokens * median / middle) for p, tokens in new["quantiles"])
             if new["tail"]:

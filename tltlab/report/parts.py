@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ from tltlab.doctor.signatures import Diagnosis, diagnose
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import json_lines, read_object
 from tltlab.importers.token_counts import FolderTokenizer
-from tltlab.stats import resampled_ratio
+from tltlab.stats import paired_ratio
 from tltlab.traces import metrics
-from tltlab.traces.drafts import recorded_drafts
 from tltlab.traces.lanes import median_step
-from tltlab.traces.schema import GRAPH_KINDS, KEY
+from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
 from .page import (
@@ -37,11 +35,7 @@ from .page import (
     Lacking,
     PageTable,
     Paragraph,
-    Part,
     Picture,
-    Pictures,
-    Piece,
-    Transcript,
     number,
     records,
     titled,
@@ -59,7 +53,6 @@ _FEWEST_DRAFTS = 20
 """Accept lengths of fewer drafts are not drawn."""
 PERCENTILES = (10, 50, 90, 95, 99, 100)
 _MOST_POINTS = 200
-_MOST_TIMELINES = 6
 _STAGES = ("inference_s", "reward_s", "train_s", "sync_s")
 
 
@@ -233,52 +226,33 @@ from_result = titled(PREDICTED)(_predictions)
 
 @titled("A few responses")
 def responses_part(trace: Trace, run: Path, recipe: Any) -> Sequence[Block]:
-    """The longest, the best and the worst rewarded response of the last RL step that drafted.
+    """The longest, the best and the worst rewarded response of the last RL step.
 
     Their text where the model's tokenizer.json lies in RUN/model or where the recipe's model is, else their token ids.
     """
     if not trace.num_rows("tokens"):
         raise Lacking("the trace has no tokens.parquet, so the texts are not known")
-    last = trace.select([_step(trace)])
+    last = trace.select(trace.rl_steps[-1:])
     tokens = last.tokens
     if tokens is None or tokens.empty:
         raise Lacking("tokens.parquet has none of the last RL step")
     rows = tokens.merge(last.outcomes, on=list(KEY), how="inner", sort=False)
-    try:
-        drafts, notes = recorded_drafts(last)
-    except TltlabError as error:
-        drafts, notes = recorded_drafts(last.replace(iterations=None))[0], [str(error)]
-    names = {str(name): at % 4 + 1 for at, name in enumerate(sorted(drafts["drafter"].dropna().unique()))}
     decode = _decoder(run, recipe)
-    lead = (
-        f"The first {_SHOWN} tokens of responses of RL step {last.rl_steps[0]}; token ids are shown where the model's "
-        "tokenizer is not available. Marked text was drafted and kept. Point at it to see how much of a draft was kept."
-        + ("" if names else " None is known.")
-    )
-    blocks: list[Block] = [Paragraph(text=" ".join([lead, *(f"Note: {note}." for note in notes)]))]
-    if names:
-        legend = tuple(Piece(text=name, drafter=colour) for name, colour in names.items())
-        blocks.append(Transcript(label="Drafters", pieces=legend))
     places: dict[str, Any] = {"The longest": rows["response_tokens"].idxmax()}
     if rows["reward"].nunique() > 1:
         places |= {"The highest reward": rows["reward"].idxmax(), "The lowest reward": rows["reward"].idxmin()}
+    lead = (
+        f"Prompts and the first {_SHOWN} tokens of responses of RL step {last.rl_steps[0]}; token ids are shown where "
+        "the model's tokenizer is not available."
+    )
+    blocks: list[Block] = [Paragraph(text=lead)]
     for label, at in places.items():
         row = rows.loc[at].to_dict()
-        of_row = drafts[(drafts[list(KEY)] == [row[name] for name in KEY]).all(axis=1)]
         reward, num = number(row["reward"], ".3g"), f"{row['response_tokens']:,}"
-        facts = f"reward {reward}, {num} tokens, ended: {row['finish_reason']}"
-        pieces = _pieces(row["token_ids"].tolist()[:_SHOWN], of_row, names, decode)
-        prompt = decode(row["prompt_token_ids"].tolist())
-        blocks.append(Transcript(label=f"{label}: {facts}", prompt=prompt, pieces=pieces))
+        facts = f"{label}: reward {reward}, {num} tokens, ended: {row['finish_reason']}"
+        prompt, response = decode(row["prompt_token_ids"].tolist()), decode(row["token_ids"].tolist()[:_SHOWN])
+        blocks += [Paragraph(text=facts), Code(code=f"{prompt}\n\n{response}", label=label)]
     return blocks
-
-
-def _step(trace: Trace) -> int:
-    """The last RL step in which something was drafted, else the last one."""
-    iterations = trace.iterations
-    if iterations is None or not (iterations["num_drafted"] > 0).any():
-        return trace.rl_steps[-1]
-    return int(iterations.loc[iterations["num_drafted"] > 0, "rl_step"].max())
 
 
 def _decoder(run: Path, recipe: Any) -> Decode:
@@ -288,26 +262,6 @@ def _decoder(run: Path, recipe: Any) -> Decode:
         with suppress(ConfigError):
             return FolderTokenizer(folder).decode
     return lambda ids: " ".join(map(str, ids)) + " "
-
-
-def _pieces(ids: list[int], drafts: pd.DataFrame, colours: Mapping[str, int], decode: Decode) -> tuple[Piece, ...]:
-    """The response in pieces of one origin each."""
-    origin = np.zeros(len(ids), np.int64)  # 0: the model's own; n + 1: kept of draft n
-    rows: list[dict[str, Any]] = drafts.to_dict("records")  # type: ignore[assignment]
-    for at, row in enumerate(rows):
-        origin[int(row["generated_tokens"]) :][: int(row["accepted"])] = at + 1
-    pieces = []
-    for begin, end in pairwise([0, *(np.flatnonzero(np.diff(origin)) + 1).tolist(), len(ids)]):
-        # The text of a token depends on the tokens before it: spaces, and letters that several tokens make.
-        before, through = decode(ids[:begin]).rstrip("\ufffd") if begin else "", decode(ids[:end])
-        text = through[len(before) :] if through.startswith(before) else decode(ids[begin:end])
-        if not origin[begin]:
-            pieces.append(Piece(text=text))
-            continue
-        row = rows[int(origin[begin]) - 1]
-        title = f"{row['drafter']}: {row['accepted']} of up to {row['reach']} drafted tokens were kept"
-        pieces.append(Piece(text=text, drafter=colours[str(row["drafter"])], title=title))
-    return tuple(pieces)
 
 
 def strategy_names(table: pd.DataFrame) -> pd.Series[str]:
@@ -359,8 +313,8 @@ def acceptance_part(trace: Trace) -> Sequence[Block]:
             series, bands=bands, doubling=True, xlabel=xlabel, ylabel="tokens per draft", title="Accept length"
         )
         caption = (
-            "Tokens per request and speculative iteration, bonus token included. Bands: 95 % of resampled RL steps, "
-            "where there are at least three. Small batches are the end of a rollout, whose requests are other ones "
+            "Tokens per request and speculative iteration, bonus token included. Bands: 95 % intervals over RL "
+            "steps. Small batches are the end of a rollout, whose requests are other ones "
             "than those in the large batches."
         )
         blocks.append(Picture.of(figure, alt=f"Accept length over running requests. {lengths}.", caption=caption))
@@ -368,10 +322,10 @@ def acceptance_part(trace: Trace) -> Sequence[Block]:
 
 
 def _accept_length(rows: pd.DataFrame) -> tuple[float, float, float]:
-    """1 + accepted / drafts, and its interval from resampling RL steps: NaN ends below three of them."""
+    """1 + accepted / drafts, and its 95 % interval over RL steps: NaN ends for a single one."""
     accepted, drafts = rows.groupby("rl_step")[["num_accepted", "drafts"]].sum().to_numpy(float).T
-    low, high = resampled_ratio(accepted, drafts)
-    return 1 + float(accepted.sum() / drafts.sum()), 1 + low, 1 + high
+    ratio = paired_ratio(accepted, drafts, rng=np.random.default_rng(0))
+    return 1 + ratio.estimate, 1 + ratio.low, 1 + ratio.high
 
 
 def _by_strategy(table: pd.DataFrame) -> PageTable:
@@ -423,68 +377,23 @@ def _arm_order(name: str) -> tuple[bool, str, int, str]:
 
 @titled("Timeline")
 def timeline_part(trace: Trace) -> Sequence[Block]:
-    """RL steps lane by lane: the first, the last and some between, that of median rollout time shown first."""
+    """The RL step of median rollout time, lane by lane."""
     try:
-        median = median_step(trace)
-        between = np.linspace(0, len(trace.rl_steps) - 1, min(_MOST_TIMELINES - 1, len(trace.rl_steps)))
-        steps = sorted({median, *(trace.rl_steps[round(place)] for place in between)})
-        pictures = tuple(_timeline_picture(trace, step, median=step == median) for step in steps)
+        step = median_step(trace)
+        figure, part = timeline(trace, rl_step=step), trace.select([step])
     except TltlabError as error:
         raise Lacking(error) from error
-    if len(pictures) == 1:
-        return pictures
-    names = tuple(map(str, steps))
-    return [Pictures(pictures=pictures, label="RL step", names=names, first=steps.index(median))]
-
-
-def _timeline_picture(trace: Trace, step: int, *, median: bool) -> Picture:
-    figure, part = timeline(trace, rl_step=step), trace.select([step])
     idle, tail = metrics.bubble_fraction(part, idle=True), metrics.tail_fraction(part)
     alt = (
         f"One lane per worker over RL step {step}, and the number of running requests below: "
         f"{number(metrics.rollout_s(part)[step], '.3g', ' s')} of rollout, {number(idle, '.0%')} of worker time idle."
     )
-    label = f"RL step {step}{', of median rollout time' * median}."
     caption = (
-        f"{label} Workers are idle for {number(idle, '.0%')} of the rollout: what trains a drafter is not. For "
-        f"{number(tail, '.0%')} of it fewer than 1/8 of the responses were running."
+        f"RL step {step}, of median rollout time. Workers are idle for {number(idle, '.0%')} of the rollout: what "
+        f"trains a drafter is not. For {number(tail, '.0%')} of it fewer than 1/8 of the responses were running. "
+        "tltlab timeline draws the others."
     )
-    return Picture.of(figure, alt=alt, caption=caption)
-
-
-@titled("CUDA graphs")
-def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Sequence[Block]:
-    """CUDA graphs of the target's passes by draft depth, and captured graphs; `graphs` is the run's graphs.json."""
-    table = trace.iterations
-    if table is None or (table := table[table["graph"].notna()]).empty:
-        raise Lacking("the trace has no CUDA graphs of iterations (graph in iterations.parquet)")
-    blocks: list[Block] = []
-    captured = graphs.get("captured") or [{}]
-    if (mode := captured[0].get("mode")) is not None:
-        first, num_bytes = captured[0], captured[0].get("num_bytes")
-        memory = "" if num_bytes is None else f", which took {num_bytes / 2**30:.2f} GiB"
-        num = f"{len(first['full'])} full and {len(first['piecewise'])} piecewise graphs{memory}"
-        sentence = f"Captured by each of {len(captured)} engines: {num} ({first['runner']} runner, {mode})."
-        blocks.append(Paragraph(text=sentence))
-    shares_of = table.groupby(["draft_depth", "graph"])["duration"].sum().unstack(fill_value=0)
-    decoding = table[table["prefill_tokens"] == 0]
-    tokens = (decoding["batch"] + decoding["num_drafted"]).groupby(decoding["draft_depth"]).sum()
-    padded = 1.0 - tokens / decoding["graph_tokens"].groupby(decoding["draft_depth"]).sum()
-    rows = [
-        {
-            "depth": "plain" if not depth else str(depth),
-            "iterations": int((table["draft_depth"] == depth).sum()),
-            **{kind: row.get(kind, 0.0) / row.sum() for kind in GRAPH_KINDS},
-            "padding": padded.get(depth),
-        }
-        for depth, row in shares_of.iterrows()
-    ]
-    columns = {
-        "depth": ("draft depth", ""), "iterations": ("iterations", ",d"), "full": ("one full graph", ".1%"),
-        "piecewise": ("piecewise", ".1%"), "eager": ("no graph", ".1%"), "padding": ("padding of decoding", ".1%"),
-    }  # fmt: skip
-    caption = "Share of the time of iterations by what the target's pass ran in, as vLLM's dispatcher counted it."
-    return [*blocks, records(rows, columns, caption=caption)]
+    return [Picture.of(figure, alt=alt, caption=caption)]
 
 
 @titled("Response lengths")
@@ -499,7 +408,7 @@ def lengths_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Sequence[Bl
     quantiles = ", ".join(f"{'longest' if p == 100 else f'p{p}'} {number(v, ',.0f')}" for p, v in percentiles)
     caption = f"{num:,} responses. Tokens: {quantiles}. Cut at the cap: {cut:.1%}."
     alt = f"Share of responses longer than a number of tokens: {quantiles}."
-    figure = _longer_than({"all RL steps": _lengths(trace)})
+    figure = _longer_than(np.sort(np.concatenate([part.outcomes["response_tokens"] for part in trace.parts()])))
     blocks: list[Block] = [Picture.of(figure, alt=alt, caption=caption)]
     if len(steps) > 1:
         over = {
@@ -514,17 +423,12 @@ def lengths_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Sequence[Bl
     return blocks
 
 
-def _lengths(trace: Trace) -> Ints:
-    return np.sort(np.concatenate([part.outcomes["response_tokens"].to_numpy() for part in trace.parts()]))
-
-
-def _longer_than(lengths_of: Mapping[str, Ints]) -> Figure:
-    """Percent of responses longer than x, at so few x that they can be drawn, for ascending lengths by name."""
-    series = {}
-    for name, lengths in lengths_of.items():
-        at = np.unique(np.concatenate([[0], np.quantile(lengths, np.linspace(0, 1, _MOST_POINTS), method="nearest")]))
-        series[name] = at, 100 * (1 - np.searchsorted(lengths, at, side="right") / len(lengths))
-    return lines(series, xlabel="tokens", ylabel="% still running", title="Responses longer than ...")
+def _longer_than(lengths: Ints) -> Figure:
+    """Percent of responses longer than x, at so few x that they can be drawn, for ascending lengths."""
+    at = np.unique(np.concatenate([[0], np.quantile(lengths, np.linspace(0, 1, _MOST_POINTS), method="nearest")]))
+    share = 100 * (1 - np.searchsorted(lengths, at, side="right") / len(lengths))
+    return lines({"all RL steps": (at, share)}, xlabel="tokens", ylabel="% still running",
+                 title="Responses longer than ...")  # fmt: skip
 
 
 @titled("RL steps")
@@ -618,36 +522,6 @@ def off_policy_part(trace: Trace) -> Sequence[Block]:
     return [picture, records(json_rows(steps), columns, caption=caption, summary="RL step by RL step")]
 
 
-def side_by_side_parts(first: Trace, second: Trace, *, names: tuple[str, ...]) -> tuple[Part, ...]:
-    """Two runs in the same charts: an RL step of each on one time axis, figures over RL steps, and lengths."""
-    traces = dict(zip(names, (first, second), strict=True))
-    return (timelines_part(first, second, names), _both_over(traces), _both_lengths(traces))
-
-
-@titled("Over the run")
-def _both_over(traces: Mapping[str, Trace]) -> Sequence[Block]:
-    rows = {name: steps_rows(trace, metrics.per_step(trace)) for name, trace in traces.items()}
-    blocks: list[Block] = []
-    for key, ylabel, title in (
-        ("reward", "mean reward", "Reward"),
-        ("rollout_s", "seconds", "Rollout time"),
-        ("mean_accept_length", "tokens per draft", "Accept length"),
-        ("p95_tokens", "tokens", "95th percentile of lengths"),
-    ):
-        series: dict[str, tuple[list[int], list[float]]] = {}
-        for name, of_run in rows.items():
-            points = [row for row in of_run if row[key] is not None]
-            if points:
-                series[name] = [row["rl_step"] for row in points], [row[key] for row in points]
-        if series:
-            ends = "; ".join(f"{name}: {y[0]:.3g} at first, {y[-1]:.3g} at last" for name, (_, y) in series.items())
-            figure = lines(series, xlabel="RL step", ylabel=ylabel, title=title)
-            blocks.append(Picture.of(figure, alt=f"{title} over RL steps. {ends}.", caption=f"{ends}."))
-    if not blocks:
-        raise Lacking("neither has responses")
-    return blocks
-
-
 @titled("Timelines")
 def timelines_part(first: Trace, second: Trace, names: tuple[str, ...]) -> Sequence[Block]:
     """An RL step of two runs, lane by lane, the first above the second on one time axis."""
@@ -658,13 +532,3 @@ def timelines_part(first: Trace, second: Trace, names: tuple[str, ...]) -> Seque
     caption = "The RL step that both have whose rollout is of median length, on the same time axis."
     alt = f"One lane per worker over an RL step of {names[0]}, and below on the same axis of {names[1]}."
     return [Picture.of(figure, alt=alt, caption=caption)]
-
-
-@titled("Response lengths")
-def _both_lengths(traces: Mapping[str, Trace]) -> Sequence[Block]:
-    drawn = {name: _lengths(trace) for name, trace in traces.items() if trace.num_rows("outcomes")}
-    if not drawn:
-        raise Lacking("neither has responses")
-    longest = "; ".join(f"{name}: the longest has {lengths[-1]:,.0f} tokens" for name, lengths in drawn.items())
-    alt = f"Share of responses longer than a number of tokens. {longest}."
-    return [Picture.of(_longer_than(drawn), alt=alt, caption=f"{longest}.")]

@@ -326,3 +326,23 @@ def union_s(starts: Floats, ends: Floats) -> float:
 
 def _ratio(numerator: float, denominator: float) -> float | None:
     return float(numerator / denominator) if denominator > 0 else None
+
+
+def describe(trace: Trace) -> dict[str, Any]:
+    """The keys of `tltlab trace describe --json`: manifest, rows of each table, one dict per RL step, prompt share."""
+    return {
+        "manifest": trace.manifest.model_dump(),
+        "tables": {name: trace.num_rows(name) for name in trace.names},
+        "rl_steps": per_step(trace),
+        "prompt_share": prompt_share(trace),
+    }
+
+
+def count(trace: Trace) -> dict[str, Any]:
+    """RL steps, responses and tokens of a trace, and the names of its tables."""
+    return {
+        "num_rl_steps": len(trace.rl_steps),
+        "num_responses": trace.num_rows("outcomes"),
+        "num_tokens": num_tokens(trace),
+        "tables": list(trace.names),
+    }

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from itertools import repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
@@ -134,7 +133,7 @@ one of `TRAINING_ENDS`; `detail` is an error or a remark.
 """
 
 Row = dict[str, Any]
-"""A row of a table, or a table by column, which `as_rows` turns into rows; None is unknown.
+"""A row of a table, or a table by column; None is unknown.
 
 A value given for a column is the same for all rows, or a list or array with a value per row.
 """
@@ -314,12 +313,6 @@ def by_column(name: str, rows: Rows) -> pa.Table:
             except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
                 raise TraceError(f"{name}: column {field.name}: {error}; it must be {field.type}") from error
         return pa.table(columns, schema=pa.schema(fields))
-
-
-def as_rows(table: Row) -> list[Row]:
-    """Return the rows of a table by column, at least one of which is a list."""
-    values = [value if isinstance(value, list) else repeat(value) for value in table.values()]
-    return [dict(zip(table, row, strict=True)) for row in zip(*values, strict=False)]
 
 
 def key_columns(key: tuple[int, str, int, int]) -> Row:

@@ -81,7 +81,7 @@ class Trace:
         >>> Trace.from_tables(manifest, {"workload": workload, "outcomes": outcomes}).rl_steps  # doctest: +SKIP
         [0, 1]
         """
-        sources: dict[str, TraceTable] = {**checked(tables, without_iterations=manifest.without_iterations)}
+        sources: dict[str, TraceTable] = {**_checked(tables, manifest.without_iterations)}
         rl_steps = _steps_of(sources)
         if manifest.num_rl_steps is None:
             manifest = manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
@@ -414,16 +414,11 @@ def open_trace(path: Path, contents: Contents) -> Trace:
     return Trace(manifest, tables, rl_steps, path)
 
 
-def checked(
+def _checked(
     tables: Mapping[str, pd.DataFrame | pa.Table | None],
-    num_before: Mapping[str, int] | None = None,
     without_iterations: Collection[int] | None = None,
 ) -> dict[str, MemoryTable]:
-    """The conformed and checked tables of some RL steps. Raises TraceError.
-
-    `num_before` rows of a table count as its rows before these when a fault names its row; `without_iterations` is as
-    in `Manifest`.
-    """
+    """The conformed and checked tables of a trace; `without_iterations` is as in `Manifest`. Raises TraceError."""
     if unknown := set(tables) - set(TABLES):
         raise TraceError(f"no table named {sorted(unknown)[0]!r}; there are: {', '.join(TABLES)}")
     parts = {}
@@ -431,8 +426,7 @@ def checked(
         source = tables.get(name)
         if source is not None:
             table = frame_to_arrow(name, source) if isinstance(source, pd.DataFrame) else source
-            first = (num_before or {}).get(name, 0)
-            parts[name] = conform(TablePart.of(name, table, name, first))
+            parts[name] = conform(TablePart.of(name, table, name))
         elif name in REQUIRED_TABLES:
             raise TraceError(f"table {name} is missing: a trace has {' and '.join(REQUIRED_TABLES)}")
     check(parts, without_iterations)

@@ -13,17 +13,13 @@ import numpy as np
 from pydantic import Field
 
 from tltlab.config import FrozenModel, faults_in
-from tltlab.costs.base import CostModel
-from tltlab.costs.load import load_costs
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, check_sampled_drafts
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.graphs import GraphPlan, parts_of, plan_graphs
+from tltlab.runtime.engine.graphs import GraphPlan, plan_graphs
 from tltlab.runtime.engine.guard import FAULTS
-from tltlab.runtime.engine.metrics import Tally
-from tltlab.strategy import NO_SPECULATION
 
 from . import OPTIONS, POLICY, RECORD, VARIABLES, attached, missing
 
@@ -41,8 +37,7 @@ class Attachment(FrozenModel):
     """An engine's settings in `additional_config["tltlab"]`: the policy, its drafters, and the engine's identity.
 
     Without a policy vLLM drafts by its own settings, and `record` records that. Where it is `numbered` several engines
-    share that name: each takes the first of RECORD, RECORD-1, ... where nothing is yet. `costs` is a cost model written
-    out, for the comparison in metrics.
+    share that name: each takes the first of RECORD, RECORD-1, ... where nothing is yet.
     """
 
     policy: Policy | None = None
@@ -52,7 +47,6 @@ class Attachment(FrozenModel):
     seed: int = 0
     record: str | None = None
     numbered: bool = False
-    costs: Arguments | None = None
 
     @classmethod
     def of_engine(cls, config: Any) -> Attachment:
@@ -79,9 +73,9 @@ class Attachment(FrozenModel):
 
     @property
     def learned(self) -> LearnedSpec | None:
-        """The learned drafter that the policy may use, by itself or in a hybrid."""
+        """The learned drafter that the policy may use."""
         strategies = self.policy.strategies if self.policy is not None else ()
-        names = [part for s in strategies if s.speculates for part in parts_of(self.specs, s.drafter)]
+        names = [s.drafter for s in strategies if s.speculates]
         return next((spec for spec in map(self.specs.get, names) if isinstance(spec, LearnedSpec)), None)
 
     def control(self, *, overlapped: bool, on_host: bool = True, guarded: bool = False) -> Control:
@@ -90,8 +84,7 @@ class Attachment(FrozenModel):
         With `guarded` a policy that raises anything else while it is built is logged and left out.
         """
         pool = DrafterPool(self.drafters, self.max_draft_depth, on_host=on_host)
-        tally = Tally(None if self.costs is None else load_costs(self.costs))
-        control = Control(pool, worker=self.worker, overlapped=overlapped, tally=tally)
+        control = Control(pool, worker=self.worker, overlapped=overlapped)
         if self.policy is not None:
             try:
                 control.set_policy(self.policy, (self.seed, self.worker, 0))
@@ -115,7 +108,6 @@ class EngineOptions(FrozenModel):
     async_scheduling: bool | None = None
     worker: int = Field(default=0, ge=0)
     seed: int = Field(default=0, ge=0)
-    costs: str | Arguments | None = None
     strict: bool = False
 
 
@@ -129,7 +121,6 @@ def vllm_options(
     worker: int = 0,
     seed: int = 0,
     record: str | Path | None = None,
-    costs: str | Path | Arguments | CostModel | None = None,
     for_: Program = "vllm",
 ) -> Arguments:
     """Return keyword arguments for `vllm.LLM` or `AsyncEngineArgs` that run `policy`, or only `record` for None.
@@ -138,8 +129,7 @@ def vllm_options(
     built for drafts up to `max_draft_depth`, by default the policy's deepest. With `max_batch` it runs at most so many
     requests at a time and captures the CUDA graphs of `graphs.plan_graphs`. Engines that share a run differ by
     `worker`, and each data-parallel replica has a policy, drafters and its own trace. With `record` the engine
-    writes a trace there. A server's metrics compare with plain decoding by `costs`, any source that `load_costs` takes,
-    or by measurement. ConfigError for policies that vLLM cannot run.
+    writes a trace there. ConfigError for policies that vLLM cannot run.
 
     Without a policy the engine is only recorded, its own speculation included: vLLM treats the other arguments as usual
     (`scheduler.record_only`), and an error of the recording ends no engine.
@@ -173,12 +163,6 @@ def vllm_options(
             "with asynchronous scheduling drafts stay on the device, so only a learned drafter serves, and the policy "
             "names model-free ones: leave async_scheduling off"
         )
-    plain_costs = None
-    if costs is not None:
-        model = load_costs(costs)
-        # Refuse an incomplete cost model here rather than in the engine.
-        model.iteration(NO_SPECULATION)
-        plain_costs = model.model_dump(mode="json")
     if for_ in ("openrlhf", "trl"):
         engine_options = EngineOptions(
             drafters=dict(drafters) if drafters else None,
@@ -187,7 +171,6 @@ def vllm_options(
             async_scheduling=async_scheduling,
             worker=worker,
             seed=seed,
-            costs=plain_costs,
         )
         variables: Arguments = {}
         if isinstance(policy, str | Path):
@@ -206,7 +189,6 @@ def vllm_options(
         worker=worker,
         seed=seed,
         record=None if record is None else str(Path(record).absolute()),
-        costs=plain_costs,
     )
     if pool.feeds:
         async_scheduling = False
@@ -294,8 +276,7 @@ class Variables(FrozenModel):
         if speculative and self.policy is not None:
             head, drafters = _learned(speculative), self.policy.registry.joined(arguments["drafters"] or {})
             named = {s.drafter for s in self.policy.strategies if drafters.network_passes(s)}
-            parts = {part for name in named for part in parts_of(drafters.specs, name)}
-            networks = [name for name in sorted(parts) if drafters[name].made_by == "workers"]
+            networks = [name for name in sorted(named) if drafters[name].made_by == "workers"]
             if head is None or len(networks) != 1:
                 raise ConfigError(
                     "its program speculates by itself, which the policy can control only with one drafter with a "
@@ -439,7 +420,6 @@ def _unfit_policy(config: Any, attachment: Attachment, policy: Policy) -> str:
         return ""
     if config.use_v2_model_runner and (without := missing("depths in the V2 runner")):
         return without
-    check_sampled_drafts(attachment.specs, vars(speculative))
     if speculative.method in _ONE_DEPTH:
         return (
             f"vLLM's {speculative.method} drafts at one depth only and ends an engine that asks for another: pass the "

@@ -6,14 +6,10 @@ does not support are left out (`CAPABILITIES`).
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import os
-import pickle
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +28,6 @@ from .transfer import register_backend
 
 if TYPE_CHECKING:
     # Import policies where there is one to follow, not in every process of vLLM.
-    from tltlab.runtime.engine.metrics import Collector, Labels, Samples
-
     from .options import Variables
 
 GRACE_S = 60.0
@@ -41,9 +35,6 @@ GRACE_S = 60.0
 
 GOT = "tltlab got "
 """Prefix of a front end's additions to the names of requests that it aborts, see `_delivered_tokens`."""
-
-ASK_S = 2.0
-"""Most seconds that a server waits for an engine core's metrics; the core answers between iterations."""
 
 
 def register() -> None:
@@ -187,25 +178,21 @@ def _check_configuration(config: Any, variables: Variables) -> str:
         raise ConfigError("the first of its tensor-parallel ranks records")
     overlapped, speculates = bool(config.scheduler_config.async_scheduling), config.speculative_config is not None
     on_device = overlapped or (speculates and getattr(config, "use_v2_model_runner", False))
-    control = attachment.control(overlapped=overlapped, on_host=not on_device)
+    attachment.control(overlapped=overlapped, on_host=not on_device)  # Refuses a policy that the engine cannot run.
     if variables.policy is None or not speculates:
         return ""
-    own = "sampled requests with a seed have drafts from their own text alone"
-    seeded = own if control.repeats else "so are sampled requests with a seed"
-    return f"; requests with min_p or logit_bias are decoded plainly, and {seeded}"
+    return "; requests with min_p or logit_bias are decoded plainly, and so are sampled requests with a seed"
 
 
 def attach() -> None:
-    """Let an engine core be asked for its metrics: `engine_core.call_utility("tltlab")`.
-
-    A recording is finished before the engine core ends, and workers that draft nothing are not asked for drafts. vLLM's
-    own schedulers are recorded where an engine's settings request a recording and no policy (`record_only`).
+    """Finish a recording before its engine core ends, and ask no drafts of workers that draft nothing. vLLM's own
+    schedulers are recorded where an engine's settings request a recording and no policy (`record_only`).
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    EngineCore.tltlab = lambda self: pickle.dumps(self.scheduler.control.metrics())
+    EngineCore.tltlab = True
 
     @replacing(EngineCore, "post_step")
     def post_step(stock: Any, self: Any, model_executed: bool) -> None:
@@ -301,65 +288,6 @@ def wait_for_recordings() -> None:
         stock(self, max(timeout or 0.0, grace_s) if grace_s else timeout, *args, **kwargs)
 
 
-def show_metrics() -> None:
-    """Add metrics of engines with a policy, or recorded ones, to vLLM's own metrics of a server.
-
-    Engine cores are asked, between two iterations, at each scrape; the server answers in a separate thread. With
-    several API servers (`api_server_count`) vLLM collects from files alone, and these metrics are not shown.
-    """
-    from vllm.v1.engine.core_client import AsyncMPClient
-
-    @replacing(AsyncMPClient, "__init__")
-    def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        stock(self, *args, **kwargs)
-        guarded_call(self, _show_metrics_of, self)
-
-
-def _show_metrics_of(client: Any) -> None:
-    if any(has_option(client.vllm_config, name) for name in ("policy", "record")):
-        _collector().asks.append(partial(ask_for_metrics, weakref.ref(client)))
-
-
-@cache
-def _collector() -> Collector:
-    import prometheus_client
-
-    from tltlab.runtime.engine.metrics import Collector
-
-    collector = Collector()
-    prometheus_client.REGISTRY.register(collector)
-    return collector
-
-
-def ask_for_metrics(client: Callable[[], Any]) -> list[tuple[Labels, Samples]]:
-    """Return the metrics of each engine core of the client; nothing where it is gone or has not begun.
-
-    Nor within the client's own loop, which would wait for itself. TimeoutError where a core does not answer within
-    `ASK_S`.
-    """
-    core_client = client()
-    task = core_client.resources.output_queue_task if core_client is not None else None
-    if task is None:
-        return []
-    loop = task.get_loop()
-    with suppress(RuntimeError):
-        if asyncio.get_running_loop() is loop:
-            return []
-
-    async def ask() -> list[bytes]:
-        cores = core_client.core_engines
-        return list(await asyncio.gather(*(core_client._call_utility_async("tltlab", engine=core) for core in cores)))
-
-    answering = asyncio.run_coroutine_threadsafe(ask(), loop)
-    try:
-        answers = answering.result(ASK_S)
-    finally:
-        answering.cancel()
-    model = core_client.vllm_config.model_config.served_model_name
-    names = [(model, str(rank)) for rank in core_client.engine_ranks_managed]
-    return [(name, pickle.loads(answer)) for name, answer in zip(names, answers, strict=True)]
-
-
 _CHANGES: Mapping[str, Callable[[], None]] = {
     "policies": attach,
     "weight updates": register_backend,
@@ -370,7 +298,6 @@ _CHANGES: Mapping[str, Callable[[], None]] = {
     "draft times": time_drafting,
     "graph plans": lambda: keep_captured_bytes(*model_runners()),
     "traces of servers": wait_for_recordings,
-    "metrics": show_metrics,
     "environment variables": follow_variables,
 }
 """Changes to vLLM, by the capability that each needs. Drafting is timed with parts that `bypass_speculation` adds."""

@@ -77,13 +77,13 @@ def drafting_of(params: Any) -> Drafting:
 
     vLLM's V1 sampler (0.26 to 0.33) does not apply `min_p` and `logit_bias` to drafted tokens. With drafts it fails for
     `logprob_token_ids`, and ends thinking at wrong tokens for a `thinking_token_budget`. The random numbers that
-    a seeded request draws depend on its drafts.
+    a request with a seed draws would depend on its drafts.
     """
     if any(getattr(params, name, None) is not None for name in _NONE_BESIDE):
         return "none beside"
-    if any(getattr(params, name) for name in _NONE):
+    if any(getattr(params, name) for name in _NONE) or params.sampling_type.name == "RANDOM_SEED":
         return "none"
-    return "own" if params.sampling_type.name == "RANDOM_SEED" else "any"
+    return "any"
 
 
 def sample_beside_drafts() -> None:

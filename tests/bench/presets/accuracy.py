@@ -8,7 +8,7 @@ import pandas as pd
 
 from bench.harness import Table, Text
 
-from . import lengths, profiles, roofline, server
+from . import profiles, roofline, server
 
 COLUMNS = ["model", *profiles.COLUMNS]
 
@@ -54,5 +54,4 @@ TEXT: Text = (
         "in 90 % interval: {inside:.0%}; right side of 1: {sign:.0%}",
         left=4,
     ),
-    lengths.TEXT,
 )

@@ -66,9 +66,8 @@ def test_what_makes_no_sense_is_refused(make, wrong, facts):
         ("suffix", {"match_factor": 0.0}, (0,)),
         ("suffix", {"history_mib": 0}, (0,)),
         ("learned", {"method": "eagle", "model": ""}, ()),
-        ("hybrid", {"min_expected": -1}, (0,)),
         ("ngram", {"windw": 3}, ("inputs",)),
-        ("tree", {}, ("ngram", "suffix", "learned", "hybrid")),
+        ("tree", {}, ("ngram", "suffix", "learned")),
     ],
 )
 def test_a_spec_refuses_what_its_drafter_would(kind, wrong, facts):

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -83,32 +82,6 @@ def test_benchmarks_are_read_by_request(tmp_path):
         of(tmp_path, [summary])
     with refused(TraceError, naming=("steps", 2)):
         of(tmp_path, [{"task": "a", "steps": [{"usage": {"completion_tokens": 5}}] * 2}])
-
-
-BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,m,472,18,490,API\n5005,m,8,0,8,API\n"
-AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.5,374,44\n2023-11-16 18:17:05.0,396,109\n"
-HASHED = '{"timestamp": %s, "input_length": 7, "output_length": 5, "hash_ids": [1]}\n'
-PLAIN = '{"timestamp": %s, "input_length": 7, "output_length": 5}\n'
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "submitted"),
-    [
-        ("azure.csv", AZURE, [0, 1.5]),
-        ("bailian.jsonl", HASHED % 61.25 + HASHED % 62.25, [0, 1]),
-        ("unknown.jsonl", HASHED % 27000 + HASHED % 30000, [np.nan, np.nan]),
-        ("unknown.csv", BURST, [np.nan, np.nan]),
-        ("ms.jsonl", PLAIN.replace("timestamp", "timestamp_ms") % 27000 + PLAIN % 30, [0, 3]),
-    ],
-)
-def test_units_of_times_are_known_or_asked_for(tmp_path, name, text, submitted):
-    text = text.replace('"timestamp": 30,', '"timestamp_ms": 30000,')
-    (tmp_path / name).write_text(text)
-    trace = import_dump(tmp_path / name)
-    check(trace, t_submit=submitted)
-    assert ("--time-unit" in trace.manifest.notes) == ("unknown" in name)
-    if "unknown" in name:
-        check(import_dump(tmp_path / name, time_unit="ms"), t_submit=[0, 5 if text is BURST else 3])
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import strategies as st
 
 from tltlab.traces import trace as trace_module
+from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
-from tltlab.traces.stream import StreamWriter
+from tltlab.traces.storage import frame_to_arrow
 
 MANIFEST = Manifest(kind="synthetic", num_workers=2)
 Frames = tuple[pd.DataFrame, pd.DataFrame]
@@ -31,9 +32,11 @@ def rl_step(number, responses=4):
 
 
 def write_steps(path, steps):
-    with StreamWriter(path, MANIFEST) as writer:
+    with Recorder(path, MANIFEST) as recorder:
         for step in steps:
-            writer.append(*step)
+            for name, frame in zip(("workload", "outcomes"), step, strict=True):
+                recorder.append(name, frame_to_arrow(name, frame))
+            recorder.flush()
     return path
 
 

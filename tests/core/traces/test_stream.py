@@ -9,18 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.refused import refused
-from tltlab.errors import InputError, TraceError
+from tltlab.errors import TraceError
 from tltlab.traces import metrics, storage
 from tltlab.traces import trace as trace_module
+from tltlab.traces.metrics import count, describe
 from tltlab.traces.schema import Contents
-from tltlab.traces.stream import StreamWriter, count, describe
 from tltlab.traces.trace import Trace, read
 
 from .streams import MANIFEST, peak_bytes, responses, rl_step, write_steps
 
 
 def written(path, num_rl_steps):
-    return write_steps(path, map(rl_step, range(num_rl_steps)))
+    return whole(num_rl_steps).write(path)
 
 
 def whole(num_rl_steps):
@@ -36,8 +36,8 @@ def tiny_chunks(monkeypatch):
     monkeypatch.setattr(trace_module, "CHUNK_BYTES", 700)
 
 
-def test_streamed_trace_is_that_written_in_one_piece(tmp_path, tiny_chunks):
-    trace, expected = read(written(tmp_path / "t", 5)), whole(5)
+def test_trace_written_by_rl_steps_is_that_written_in_one_piece(tmp_path, tiny_chunks):
+    trace, expected = read(write_steps(tmp_path / "t", map(rl_step, range(5)))), whole(5)
     steps = list(trace.iter_rl_steps())
     assert trace.manifest == expected.manifest
     assert [step.rl_steps for step in steps] == [[0], [1], [2], [3], [4]]
@@ -47,21 +47,15 @@ def test_streamed_trace_is_that_written_in_one_piece(tmp_path, tiny_chunks):
             pd.testing.assert_frame_equal(step.table(name), expected.table(name, rl_step=number))
 
 
-def test_small_rl_steps_share_a_row_group(tmp_path, monkeypatch):
+def test_small_pieces_share_a_row_group(tmp_path, monkeypatch):
     for limit, expected in ((10**6, [[0, 1, 2, 3, 4]]), (500, [[0, 1], [2, 3], [4]]), (1, [[0], [1], [2], [3], [4]])):
         monkeypatch.setattr(storage, "GROUP_BYTES", limit)
-        file = pq.ParquetFile(written(tmp_path / "t", 5) / "outcomes.parquet")
+        with storage.table_writer(tmp_path / "t.parquet", "outcomes") as writer:
+            for number in range(5):
+                writer.append(whole(5).select([number]).arrow("outcomes"))
+        file = pq.ParquetFile(tmp_path / "t.parquet")
         groups = [file.read_row_group(i, ["rl_step"])["rl_step"].to_pylist() for i in range(file.num_row_groups)]
         assert [sorted(set(group)) for group in groups] == expected
-
-
-def test_an_append_holds_many_rl_steps_and_tables(tmp_path):
-    trace, steps = whole(3), pd.DataFrame({"rl_step": [7], "t_start": 0.0, "rollout_s": 6.0, "policy_version": 0})
-    with StreamWriter(tmp_path / "t", MANIFEST) as writer:
-        writer.append(trace.workload, trace.outcomes)
-        writer.append(*rl_step(7), steps=steps)
-    assert read(tmp_path / "t").rl_steps == [0, 1, 2, 7]
-    assert read(tmp_path / "t").steps["rl_step"].tolist() == [7]
 
 
 def test_a_trace_without_rl_steps_is_one(tmp_path):
@@ -69,53 +63,6 @@ def test_a_trace_without_rl_steps_is_one(tmp_path):
     assert (trace.rl_steps, trace.manifest.num_rl_steps) == ([], 0)
     assert list(trace.iter_rl_steps()) == []
     assert count(trace)["num_tokens"] == 0
-
-
-@pytest.mark.parametrize("number", [2, 3])
-def test_rl_steps_must_be_whole_and_ascending(tmp_path, number):
-    with refused(TraceError, naming=("rl_step", number)):
-        write_steps(tmp_path / "t", [rl_step(3), rl_step(number)])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_fault_names_its_row_in_the_file(tmp_path):
-    workload, outcomes = rl_step(1)
-    outcomes.loc[2, "response_tokens"] = 101
-    with refused(TraceError, naming=("outcomes", "response_tokens", "row 6", "rl_step 1", 101, 100)):
-        write_steps(tmp_path / "t", [rl_step(0), (workload, outcomes)])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_refused_append_leaves_the_writer_usable(tmp_path):
-    with StreamWriter(tmp_path / "t", MANIFEST) as writer:
-        writer.append(*rl_step(0))
-        workload, outcomes = rl_step(1)
-        with refused(TraceError, naming=("there",)):
-            writer.append(workload, pd.concat([outcomes, outcomes]))
-        writer.append(workload, outcomes)
-    pd.testing.assert_frame_equal(read(tmp_path / "t").outcomes, whole(2).outcomes)
-
-
-def test_a_block_that_raises_leaves_the_old_trace(tmp_path):
-    written(tmp_path / "t", 2)
-    with refused(FileNotFoundError), StreamWriter(tmp_path / "t", MANIFEST) as writer:
-        writer.append(*rl_step(5))
-        raise FileNotFoundError("something of the caller's")
-    assert read(tmp_path / "t").rl_steps == [0, 1]
-    assert [p.name for p in tmp_path.iterdir()] == ["t"]
-
-
-def test_a_full_disk_leaves_no_trace(tmp_path, monkeypatch):
-    def full_disk(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    with refused(InputError), StreamWriter(tmp_path / "t", MANIFEST) as writer:
-        monkeypatch.setattr(pq.ParquetWriter, "write_table", full_disk)
-        monkeypatch.setattr(storage, "GROUP_BYTES", 1)
-        with refused(InputError):
-            writer.append(*rl_step(0))
-        monkeypatch.undo()
-    assert list(tmp_path.iterdir()) == []
 
 
 @settings(max_examples=15, deadline=None)

@@ -67,7 +67,7 @@ def test_what_no_training_predicted_is_compared_with_before(engine, bad, good, p
     for weights, collapsed in ((good, False), (bad, True)):
         engine.update_draft_weights(weights.items())
         assert texts(generate(engine)) == plain
-        assert engine.control.metrics()["drafter_collapsed", "learned"] == collapsed
+        assert bool(engine.control.alarm.collapsed["learned"]) == collapsed
         assert ("learned has collapsed since new weights" in capfd.readouterr().err) == collapsed
 
 

@@ -9,20 +9,18 @@ import pytest
 
 from tests.fakes.drafting import Parrot, Script
 from tests.refused import refused
-from tltlab.drafters.budget import DraftBudget, LengthAwareBudget
-from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
+from tltlab.drafters.budget import DraftBudget
+from tltlab.drafters.specs import LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
-from tltlab.policies.simple import Fixed
 from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .asking import rows_of, scheduled
+from .asking import raising, rows_of, scheduled
 
 LEARNED = LearnedSpec(method="eagle", model="a/head")
-BOTH = HybridSpec(first="ngram", otherwise="suffix")
 
 
 class Played:
@@ -177,50 +175,6 @@ def test_a_budget_shares_out_until_it_fails(shares, draft, caplog):
     assert engine.control.failure in caplog.text
 
 
-TEXT = [7, 8, 9, 5] * 3
-
-
-def drafts_of(selector, drafting, *before, budget=None, **drafters):
-    """Each draft of a request that grows to `TEXT`, where all but one of those `before` have ended."""
-    control = Control(DrafterPool(drafters or None, 4))
-    control.set_selector(selector, budget)
-    control.begin(0)
-    for number, other in enumerate(before):
-        control.add(f"other {number}", (0, "p", number, 0), [1, 2], other, 40)
-    for number in range(len(before) - 1):
-        control.finish(f"other {number}")
-    output, drafts = list[int](), []
-    control.add("it", (0, "p", 9, 0), [1, 2], output, 40, drafting)
-    for token in TEXT:
-        output.append(token)
-        work = scheduled("it")
-        control.iteration_starts()
-        control.scheduled(work)
-        control.sampled([1])
-        drafts += control.drafts(work.request_ids, [], None)
-    return drafts
-
-
-@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
-def test_a_seeds_drafts_are_of_its_own_text(drafter):
-    others = [[7, 8, 9, 5, 4, 4] * 4, [9, 5, 6, 6] * 4]
-    alone, beside = (drafts_of(Fixed(chain(4, drafter)), "own", *before) for before in ((), others))
-    assert alone == beside
-    assert alone[-1] == TEXT[:4]
-    assert drafts_of(Fixed(chain(4, drafter)), "any", *others) != alone
-
-
-def test_seed_has_no_drafts_where_they_would_vary():
-    varying = [
-        (Script(*[chain(2, "ngram"), chain(4, "ngram")] * 9), {}),
-        (Fixed(chain(4, "ngram")), {"budget": LengthAwareBudget()}),
-        (Fixed(chain(4, "own")), {"own": Parrot()}),
-        (Fixed(chain(4, "either")), {"ngram": NgramSpec(), "suffix": SuffixSpec(), "either": BOTH}),
-    ]
-    for selector, more in varying:
-        assert not any(drafts_of(selector, "own", **more))
-
-
 @pytest.mark.parametrize("drafting", ["none", "none beside"])
 def test_some_requests_are_decoded_plainly_beside_others(drafting):
     engine, _ = played(*[chain(4)] * 9, names="ab")
@@ -308,6 +262,14 @@ def test_unmet_needs_are_refused_before_activation(strategy, complaint):
     engine, script = played(NO_SPECULATION)
     with refused(ConfigError, naming=complaint):
         engine.control.set_selector(Script(strategy))
+    assert engine.control.driver.selector is script
+
+
+def test_drafter_that_cannot_be_built_leaves_policy(monkeypatch):
+    engine, script = played(NO_SPECULATION, suffix=SuffixSpec())
+    monkeypatch.setattr(SuffixSpec, "build", raising(ConfigError("no library")))
+    with refused(ConfigError, naming=("library",)):
+        engine.control.set_selector(Script(chain(2, "suffix")))
     assert engine.control.driver.selector is script
 
 

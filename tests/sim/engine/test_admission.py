@@ -105,13 +105,6 @@ def test_every_step_trains_as_many_responses_each_time(trace, rule):
     assert len(result.trace.outcomes) == 4 * PROMPTS * GROUP
 
 
-def test_nothing_over_issued_is_the_plain_rollout(trace):
-    plain = simulate(trace, "none", costs=COSTS, placement="round_robin")
-    stream = simulate(trace, "none", costs=COSTS, admission=Admission())
-    assert [r.makespan_s for r in stream.rollouts] == pytest.approx([r.makespan_s for r in plain.rollouts])
-    assert sum(r.old_tokens + r.wasted_tokens for r in stream.rollouts) == 0
-
-
 def test_resumed_work_is_conserved_in_the_long_run(trace):
     """Every token is generated once: what a pass generates is, except what is under way, what it trains."""
     result = simulate(trace, "none", costs=COSTS, admission=Admission(issue=1.5))

@@ -1,7 +1,5 @@
 """Responses with tool calls: a turn leaves the engine, its tool runs, the next turn comes back behind what it said."""
 
-import json
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -24,7 +22,7 @@ from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
-from ..workloads import COSTS, typed
+from ..workloads import COSTS
 from ..workloads import ONE_SECOND as SECOND
 
 PREFILL = SECOND.model_copy(update={"prefill_per_token_s": 0.1})
@@ -174,23 +172,6 @@ def test_no_policy_undercuts_bound_and_all_tokens_come(drawn, mode, acceptance):
         order = outcomes.sort_values(["rl_step", "prompt_id", "sample", "turn"])
         waits = order["t_submit"] - order["t_finish"].shift() - order["tool_s"]
         assert (waits[order["turn"] > 0] > -1e-9).all()
-
-
-def test_commands_take_a_drawn_trace_of_turns(tmp_path, capsys):
-    def run(*args):
-        code, shown, _ = typed(capsys, *args)
-        assert code == 0
-        return shown
-
-    out = str(tmp_path / "drawn")
-    shape = ["--rl-steps", "2", "--prompts", "4", "--group-size", "2", "--cap", "300", "--median", "60"]
-    run("trace", "generate", *shape, "--turns", "3", "--workers", "2", "--out", out)
-    assert json.loads(run("simulate", out, "--max-tools", "2", "--json"))["multi_turn"]["num_responses"] == 16
-    compared = run("compare", out, "--policies", "none,table", "--acceptance", "geometric:0.7", "--json")
-    assert {row["policy"] for row in json.loads(compared)["rows"]} == {"none", "table"}
-    compared = run("compare", out, "--systems", "verl,tlt-base,areal", "--acceptance", "all=geometric:0.7", "--json")
-    assert {row["system"] for row in json.loads(compared)["rows"]} == {"verl", "tlt-base", "areal"}
-    assert json.loads(compared)["failed"] == {}
 
 
 def test_every_system_runs_on_responses_of_several_turns(drawn):

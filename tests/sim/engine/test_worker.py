@@ -16,7 +16,6 @@ from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.hardware import Gpu
-from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import load_policy
 from tltlab.policies.selector import Selector, chosen
 from tltlab.policies.simple import BatchTable, Fixed
@@ -222,21 +221,6 @@ def test_acceptance_by_request_takes_time_of_its_iterations(req, cost, alpha, th
 
 
 @HALF
-@given(requests(), costs(), st.integers(0, 6), st.integers(0, 12), st.integers(1, 4))
-def test_closed_form_ends_equal_iterated_ones(req, cost, deep, shallow, border):
-    model = by_batch(border)
-    regimes = Regimes((NO_SPECULATION, *CHAINS), cost, model)
-    made = []
-    for kind in ("memoryless", "asked"):
-        # A choice for a block of iterations holds at once, as that of a memoryless policy does.
-        engine = RolloutSimulator(costs=cost, selectors=[drafting(deep, shallow, kind)], decision_block=2)
-        engine.prepare(regimes, FluidBatch)
-        made.append(engine.rollout(req, [list(range(len(req)))]))
-    assert made[0].finish_s == pytest.approx(made[1].finish_s, rel=1e-9, abs=1e-12)
-    assert made[0].first_token_s == pytest.approx(made[1].first_token_s, rel=1e-9, abs=1e-12)
-
-
-@HALF
 @given(requests(), costs(), THRESHOLDS, SEEDS)
 def test_replayed_acceptance_takes_the_time_of_its_iterations(req, cost, threshold, seed):
     table = counterfactuals(req, seed)
@@ -362,13 +346,6 @@ def counterfactuals(req, seed):
     table = pd.DataFrame(req.keys, columns=["rl_step", "prompt_id", "sample", "turn"])
     positions = [rng.integers(0, 6, n).astype(np.uint8) for n in req.response_tokens]
     return table.assign(drafter="ngram", drafter_age=0, max_depth=5, accept_if_drafted=positions)
-
-
-def test_a_long_rollout_agrees_too():
-    trace = log_normal(prompts=4, group_size=4, rl_steps=1, median=900, cap=4000, workers=2)
-    req = requests_of(trace.outcomes["response_tokens"].tolist(), 128, cap=4000, group=4)
-    model = GeometricAcceptance(alpha=0.7)
-    assert_agree(req, COSTS, model, FluidBatch, (2, 5, "memoryless"), placement="longest_first")
 
 
 class Noted(IdleUse):

@@ -16,7 +16,7 @@ from tltlab.policies.policy import Activation, Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.tuning.cases import TuningCase, TuningCases
+from tltlab.sim.tuning.cases import TuningCases, mean_s
 
 RNG = np.random.default_rng(0)
 LENGTHS = np.minimum(RNG.lognormal(4, 1, (4, 24)).astype(int) + 1, 500)
@@ -126,7 +126,7 @@ def test_regret_does_not_depend_on_the_rows_beside():
     asked = {"costs": COSTS, "workers": 2, "acceptance": "learned=0.8,ngram=0.4", "decision_block": 4}
     policies = {"none": "none", "deep": "learned:12", "text": "ngram:3", "bandit": example_bandit()}
     together = rows_of(compare(trace, policies, **asked))
-    cases = TuningCases(cases=(TuningCase(name="", trace=0, scenario=Scenario.of(trace, **asked)),), robust=False)
+    cases = TuningCases(scenarios=(Scenario.of(trace, **asked),))
     seconds = cases.makespans({n: load_policy(p) for n, p in policies.items()}, mode="fluid", seeds=[0])
     for name, policy in policies.items():
         regret = together[name]["regret"]
@@ -134,7 +134,7 @@ def test_regret_does_not_depend_on_the_rows_beside():
         assert rows_of(compare(trace, {name: policy}, **asked))[name]["regret"] == regret
         assert simulate(trace, policy, **asked).summary["regret"] == pytest.approx(regret, rel=1e-12)
         bound_s = cases.bounds_s(load_policy(policy)).mean()
-        assert cases.mean_s(seconds[name]) / bound_s - 1 == pytest.approx(regret, rel=1e-12)
+        assert mean_s(seconds[name]) / bound_s - 1 == pytest.approx(regret, rel=1e-12)
     # A chain that the acceptance does not name by itself counts for its own row alone.
     systems = compare(trace, systems="verl,vllm-dynamic", **asked).set_index("system")["regret"]
     assert systems["verl"] == together["none"]["regret"]

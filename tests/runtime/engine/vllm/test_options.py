@@ -9,8 +9,7 @@ import pytest
 
 import tltlab.runtime
 from tests.refused import refused
-from tltlab.costs.linear import LinearCosts
-from tltlab.drafters.specs import HybridSpec, LearnedSpec, SuffixSpec, check_drafter, check_sampled_drafts
+from tltlab.drafters.specs import LearnedSpec, SuffixSpec, check_drafter
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Activation, load_policy
 from tltlab.runtime import vllm_options
@@ -80,15 +79,6 @@ def test_learned_drafter_alone_has_schedule_of_depths():
     assert {5, 40, 64} <= set(options["compilation_config"]["cudagraph_capture_sizes"])
 
 
-def test_costs_to_compare_with_are_written_out(tmp_path):
-    LinearCosts(base_s=0.01, per_request_s=0.001, per_context_s=1e-6).write(tmp_path / "costs.json")
-    for costs, by in ((tmp_path / "costs.json", "costs"), ("cpu-small", "costs"), (None, "measured")):
-        told = vllm_options("beg-mab", costs=costs)["additional_config"]["tltlab"]
-        assert Attachment.model_validate(told).control(overlapped=False)._tally.by == by
-    with refused(ConfigError, naming=("base_s",)):
-        vllm_options("beg-mab", costs={"kind": "linear"})
-
-
 @pytest.mark.parametrize(
     ("policy", "more", "facts"),
     [
@@ -125,14 +115,6 @@ def test_a_drafter_of_another_width_is_refused(method, name, fits, random_model,
     (tmp_path / "config.json").write_text(config.replace(f'"{name}": ', f'"{name}": 1'))
     with nullcontext() if fits else refused(ConfigError, naming=(name,)):
         check_drafter(str(random_model), "learned", LearnedSpec(method=method, model=str(tmp_path)))
-
-
-def test_a_hybrid_beside_sampled_drafts_is_refused():
-    """It would not be lossless."""
-    drafters = {"learned": HEAD, "hybrid": HybridSpec()}
-    check_sampled_drafts(drafters, {"draft_sample_method": "greedy"})
-    with refused(ConfigError, naming=("probabilistic",)):
-        check_sampled_drafts(drafters, {"draft_sample_method": "probabilistic"})
 
 
 def test_only_the_adapter_imports_vllm():

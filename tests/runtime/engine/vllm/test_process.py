@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from contextlib import suppress
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -30,14 +29,12 @@ from bench.train.texts import GrpoJob, script_text
 from tltlab.doctor.evidence import RunEvidence
 from tltlab.runtime import vllm_options
 from tltlab.runtime.ray.actors import actor_env, runtime_env
-from tltlab.strategy import Strategy
 from tltlab.traces.storage import is_unfinished
 from tltlab.traces.trace import read_one
 
 from ..asking import run_program
 
 pytestmark = pytest.mark.engine
-STRATEGY_COLUMNS = ("drafter", "draft_depth", "top_k", "tokens_to_verify")
 PROMPTS = [[1, 4 + n, 5, 6, 4 + n, 5] for n in range(3)]
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
 """Compiling parts of the sampler takes longer than all that a program does with it."""
@@ -330,7 +327,6 @@ def test_a_policy_that_exits_ends_no_server(served):
     assert served.texts[2] == served.texts[1]
     (line,) = [line for line in served.said.splitlines() if "exiting.py, line" in line]
     assert "SystemExit: 3" in line
-    assert any("SystemExit: 3" in key[2] for key in served.metrics["exits"] if key[0] == "tltlab:policy_info")
 
 
 def test_64_streams_have_text_of_server_without_policy(served):
@@ -338,23 +334,9 @@ def test_64_streams_have_text_of_server_without_policy(served):
     assert all(metrics["vllm:num_preemptions_total",] > 0 for metrics in served.metrics.values())
     assert len(set(served.texts[-1])) > 32
     assert served.texts[0] == served.texts[1]
-    assert served.metrics["beg-mab"]["vllm:spec_decode_num_draft_tokens_total",] > 0
-
-
-def test_the_metrics_endpoint_shows_what_the_trace_does(served):
     rows = tltlab.read(served.trace).iterations
-    arms = [str(Strategy(*ran)) for ran in zip(*(rows[name] for name in STRATEGY_COLUMNS), strict=True)]
-    found = served.metrics["beg-mab"]
-    assert [key[3] for key in found if key[0] == "tltlab:policy_info"] == ["beg-mab"]
-    assert not any(key[0].startswith("tltlab:") for key in served.metrics["none"])
-    by_arm = Counter(arms)
-    shown = {key[1]: value for key, value in found.items() if key[0] == "tltlab:iterations_total"}
-    assert shown == dict(by_arm)
     for name, column in (("draft", "num_drafted"), ("accepted", "num_accepted")):
-        positions = [value for key, value in found.items() if key[0] == f"tltlab:{name}_tokens_per_position_total"]
-        of_vllm = found[f"vllm:spec_decode_num_{name}_tokens_total",]
-        assert sum(positions) == rows[column].sum() == of_vllm > 0
-    assert any(value for key, value in found.items() if key[0] == "tltlab:gained_seconds")
+        assert rows[column].sum() == served.metrics["beg-mab"][f"vllm:spec_decode_num_{name}_tokens_total",] > 0
 
 
 def test_server_that_is_reported_to_end_leaves_trace(served):

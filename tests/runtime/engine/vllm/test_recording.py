@@ -370,7 +370,7 @@ def test_a_drafter_that_a_wake_breaks_is_reported(recorded, monkeypatch, capfd):
     (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tltlab: ")]
     for fact in ("drafter suffix", "a wake of the engine", "0.000 of", "before"):
         assert fact in said
-    assert recorded.recording.control.metrics()["drafter_collapsed", "suffix"] == 1
+    assert recorded.recording.control.alarm.collapsed["suffix"]
 
 
 def vanishes(recorded, patch):

@@ -16,7 +16,7 @@ import pytest
 from tests.fakes.drafting import Script
 from tests.refused import refused
 from tltlab.drafters.budget import DraftBudget
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, HybridSpec, LearnedSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.bandits import Ucb1
 from tltlab.policies.policy import Policy
@@ -154,7 +154,7 @@ def test_placeholders_are_of_requests_that_may_have_drafts(roomy):
     worker.add(40, "b", min_p=0.1)
     worker.add(40, "c", seed=5)
     drafts = worker.goes_on(2)[-1].scheduled_spec_decode_tokens
-    assert [len(drafts.get(i, ())) for i in "abc"] == [4, 0, 4]
+    assert [len(drafts.get(i, ())) for i in "abc"] == [4, 0, 0]
     # Nobody has any as soon as this one is there.
     worker.add(3, "d", logprob_token_ids=[5])
     assert not worker.schedule().scheduled_spec_decode_tokens
@@ -235,7 +235,7 @@ def test_a_scheduler_that_does_not_fit_the_engine_is_refused(roomy, asynchronous
 
 def attached(policy, depth=4):
     """The `additional_config` of a policy in an engine that has a draft model too."""
-    drafters = {**DEFAULT_DRAFTERS, "learned": HEAD, "hybrid": HybridSpec()}
+    drafters = {**DEFAULT_DRAFTERS, "learned": HEAD}
     return {"tltlab": Attachment(policy=policy, drafters=drafters, max_draft_depth=depth).model_dump(mode="json")}
 
 

@@ -1,1 +1,0 @@
-"""Rollouts under every policy on real engines, against stock vLLM, in turn."""
