@@ -243,19 +243,18 @@ class TrainConfig(FiniteModel):
     Loss. `minibatches` optimizer steps per RL step; ratios are clipped to [1 - `clip_low`, 1 + `clip_high`]. `kl_coef`
     weighs the divergence from the initial model (0: none). `baseline` of a reward: its group's mean ("group"), the mean
     of the group's other responses ("leave_one_out"), or "none". `advantage_scale`: rewards less their baselines are
-    divided by the standard deviation of the group, of the batch, or by none. "batch" is over an RL step's responses,
-    each once, in groups whose rewards differ; with baseline "none" it is over all, less their mean. 1e-4 is added to
-    the deviation. `advantage` is a function of your own instead, `package.module:function`, called as
-    function(rewards, groups, lengths, truncated, terms) on an RL step's N responses: tensors [N], and one for each
-    reward term by name; it returns their advantages [N]. `aggregation`: every token weighs the same ("token"), every
-    response ("sequence"), or a token weighs 1 / max_response_tokens ("constant"). `overlong`: truncated responses are
-    kept, filtered out of the loss, penalised softly over the last `overlong_buffer` tokens before the cap (0: a fifth
-    of the cap), or get no reward ("zero"). Up to `sampling_rounds` rollouts an RL step replace groups that cannot train
-    (1: none are replaced): no response that counts has an advantage, or, with `sampling_term`, none would have by that
-    term of the reward alone. `correction` of the mismatch between engine and trainer: weights min(pi_trainer /
-    pi_engine, `correction_cap`) per token ("truncated"), the ratio taken to the behaviour's log-probs itself
-    ("behaviour"), or "none". top_p, top_k and min_p change the engine's sampling distribution, so with a correction
-    they need `accept_biased_sampling`.
+    divided by the standard deviation of the group, of the batch (an RL step's responses, each once, in groups whose
+    rewards differ, or with baseline "none" all less their mean), or by none, and 1e-4 is added to the deviation.
+    `advantage` is a function of your own instead, `package.module:function`, which returns advantages [N] from N
+    responses' rewards, groups, lengths, truncated (tensors [N]) and a mapping of the reward's terms [N] by name.
+    `aggregation`: every token weighs the same ("token"), every response ("sequence"), or a token weighs 1 /
+    max_response_tokens ("constant"). `overlong`: truncated responses are kept, filtered out of the loss, penalised
+    softly over the last `overlong_buffer` tokens before the cap (0: a fifth of the cap), or get no reward ("zero"). Up
+    to `sampling_rounds` rollouts an RL step replace groups that cannot train (1: none are replaced), as no response
+    that counts has an advantage, or none would have by the reward's term `sampling_term` alone. `correction` of the
+    mismatch between engine and trainer: weights min(pi_trainer / pi_engine, `correction_cap`) per token ("truncated"),
+    the ratio taken to the behaviour's log-probs itself ("behaviour"), or "none". top_p, top_k and min_p change the
+    engine's sampling distribution, so with a correction they need `accept_biased_sampling`.
 
     Machine. `ranks` trainers of `threads` CPU threads share the work through FSDP2 over `backend`; with
     `activation_checkpointing` they recompute activations instead of keeping them. `dtype` "auto" is bfloat16 on CUDA,

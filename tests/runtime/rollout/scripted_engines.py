@@ -19,15 +19,15 @@ def prompts(num):
     return [Prompt(prompt_id=f"p{n}", text=f"text {n}", answer="", token_ids=[1, 10 + n, 5]) for n in range(num)]
 
 
-def recipe(rollout, train=None, model="none"):
+def recipe(rollout, train=None, model="none", reward="a:b"):
     return Recipe.model_validate(
-        {"model": str(model), "reward": "a:b", "data": {"train": "none"}, "rollout": rollout, "train": train or {}}
+        {"model": str(model), "reward": reward, "data": {"train": "none"}, "rollout": rollout, "train": train or {}}
     )
 
 
-def ways(rollout, num, train=None, model="none"):
+def ways(rollout, num, train=None, model="none", reward="a:b"):
     """How a recipe rolls out on `num` prompts."""
-    return rollouts_of(recipe(rollout, train, model), prompts(num), DataOrder(num, seed=0))
+    return rollouts_of(recipe(rollout, train, model, reward), prompts(num), DataOrder(num, seed=0))
 
 
 def resumed(first, second, folder):
