@@ -68,9 +68,10 @@ def advantage(recipe: Sections) -> Iterator[str]:
     """Settings of advantages that contradict each other, or need more than one response to a prompt."""
     train, size = recipe.train, recipe.rollout.group_size
     if train.advantage is not None:
-        given = train.model_fields_set - ALGORITHMS.get(train.algorithm or "", {}).keys()
-        for name in sorted(given & {"baseline", "advantage_scale"}):
-            yield f"train.{name} has no effect with train.advantage, a function of your own: leave one of them out"
+        algorithm = ALGORITHMS.get(train.algorithm or "", {})
+        for name in ("baseline", "advantage_scale"):
+            if getattr(train, name) != algorithm.get(name, "group"):
+                yield f"train.{name} has no effect with train.advantage, a function of your own: leave one of them out"
     elif train.baseline != "group" and train.advantage_scale == "group":
         yield (
             f"train.baseline = {train.baseline!r} needs train.advantage_scale = 'none' or 'batch': over the standard "

@@ -215,7 +215,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "sampling_rounds": 10,
     },
     # Ahmadian et al. 2024, arXiv 2402.14740: a response is one action, so that its tokens' log-probs are summed. No
-    # clip range: it takes one optimizer step per RL step.
+    # clip range: it takes one optimizer step per RL step. Its KL penalty, and that of the next two, is left to kl_coef.
     "rloo": {
         "baseline": "leave_one_out", "advantage_scale": "none", "aggregation": "constant", "clip_low": 0.2,
         "clip_high": 0.2,

@@ -85,7 +85,7 @@ def written(path, text):
         ("rollout.group_size=1 train.algorithm=rloo", ("rollout.group_size", "'leave_one_out'")),
         ("train.baseline=leave_one_out", ("train.baseline", "train.advantage_scale", "'none'")),
         ("train.algorithm=reinforce++ train.sampling_rounds=2", ("train.sampling_rounds", "train.baseline")),
-        ("train.advantage=a:b train.baseline=group", ("train.baseline", "train.advantage")),
+        ("train.advantage=a:b train.baseline=none", ("train.baseline", "train.advantage")),
         # All that is wrong is told at once.
         ("rollout.min_p=0.1 train.overlong_buffer=4096", ("rollout.min_p", "0.1", "train.overlong_buffer")),
         ('rollout.min_p=0.1 rollout.vllm={"x":NaN,"max_num_seqs":0}', ("rollout.vllm", "max_num_seqs", "0")),
