@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -256,6 +256,28 @@ def load_name(path: str, part: str) -> Any:
     if not hasattr(module, name):
         raise ConfigError(f"{part}: {module_name} ({module.__file__}) has no {name!r}")
     return getattr(module, name)
+
+
+def load_function(path: str, part: str, arguments: str) -> Callable[..., Any]:
+    """Import the function `module:function` of `arguments`, such as "prompt, response".
+
+    ConfigError, which begins with what `part` it is, for anything else.
+    """
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise ConfigError(f"{part} is not package.module:function")
+    if module.endswith(".py"):
+        raise ConfigError(f"{part} names a file: give its module, {Path(module).stem}:{name}")
+    function = load_name(path, part)
+    if not callable(function):
+        raise ConfigError(f"{part} is not a function")
+    try:
+        inspect.signature(function).bind(*arguments.split(", "))
+    except TypeError as error:
+        raise ConfigError(f"{part} cannot be called as {name}({arguments}): {error}") from error
+    except ValueError:
+        pass  # a function written in C without a signature
+    return function  # type: ignore[no-any-return]
 
 
 def build_own(cls: type[Any], args: Mapping[str, Any], name: str, rng: object = None) -> Any:

@@ -228,6 +228,15 @@ def prompt_notes(recipe: Recipe) -> tuple[str, ...]:
     return tuple(RunData(recipe, load_tokenizer(recipe.model)).notes)
 
 
+def own_advantage(recipe: Recipe) -> None:
+    """Raise ConfigError where `train.advantage` breaks its contract."""
+    if recipe.train.advantage is not None:
+        # Imported here: it imports torch.
+        from tltlab.runtime.trainer.samples import OwnAdvantage
+
+        OwnAdvantage(recipe)
+
+
 def check_reward(recipe: Recipe) -> Iterator[str]:
     """Complain about a reward that raises, or returns no number, for the first prompt's own answer as response."""
     row = first_row(recipe.data.train, recipe.data)
@@ -236,14 +245,16 @@ def check_reward(recipe: Recipe) -> Iterator[str]:
     config = recipe.reward_pool
     patient = config.model_copy(update={"processes": 1, "timeout_s": config.timeout_s + IMPORTS_S})
     with RewardPool(recipe.model_copy(update={"reward_pool": patient})) as pool:
-        (outcome,) = pool.outcomes([(row[0], row[1], row[1])])
-    if isinstance(outcome, str):
-        yield f"reward {outcome} for the first row of {recipe.data.train}, its answer taken for the response"
+        (outcomes,) = pool.outcomes([(row[0], row[1], row[1])])
+    for term, outcome in zip(recipe.reward_terms, outcomes, strict=True):
+        if isinstance(outcome, str):
+            where = f"the first row of {recipe.data.train}, its answer taken for the response"
+            yield f"reward {term.path} {outcome} for {where}; it returns one number for one response"
 
 
 RULES = (
     RewardPool, policy, Recipe.read_placement, model, sequence_parallel, data, first_rows, enough_prompts, context,
-    cpu_engine, engine_dtype, learning_rate, bundles_of, engines_of,
+    cpu_engine, engine_dtype, learning_rate, bundles_of, engines_of, own_advantage,
 )  # fmt: skip
 """Rules for a recipe on this machine."""
 

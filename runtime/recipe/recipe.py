@@ -158,9 +158,9 @@ class Recipe(Sections):
     `model` is a Hugging Face folder or id. `reward` is `package.module:function` or a list of terms, called as
     reward(prompt, response, answer) -> float. Without `drafter` none is trained. All randomness follows from `seed`.
 
-    Modules of rewards, and of a policy that is a class, are imported as usual and, last, from the folders `code`: by
-    default that of the recipe's file and the current one. A run keeps copies of the modules it found there
-    (`user_code.keep_code`).
+    Modules of rewards, of an own advantage, and of a policy that is a class, are imported as usual and, last, from the
+    folders `code`: by default that of the recipe's file and the current one. A run keeps copies of the modules it found
+    there (`user_code.keep_code`).
     """
 
     def read_policy(self) -> Policy:

@@ -10,21 +10,25 @@ from collections.abc import Iterator
 from math import gcd
 
 from tltlab.config import counted
+from tltlab.errors import did_you_mean
 
-from .sections import Sections
+from .sections import ALGORITHMS, Sections
 
 
 def biased_sampling(recipe: Sections) -> Iterator[str]:
-    rollout, train = recipe.rollout, recipe.train
-    if train.correction == "none" or train.accept_biased_sampling:
-        return
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    biased = [f"{name} = {getattr(rollout, name)}" for name in neutral if getattr(rollout, name) != neutral[name]]
-    if biased:
+    train, cut = recipe.train, cut_sampling(recipe)
+    if cut and train.correction != "none" and not train.accept_biased_sampling:
         yield (
-            f"rollout.{', rollout.'.join(biased)} cuts tokens off that have nonzero probability in the trainer, so "
-            "importance weights are biased: leave it out, or set train.accept_biased_sampling = true"
+            f"{cut} cuts tokens off that have nonzero probability in the trainer, so importance weights are biased: "
+            "leave it out, or set train.accept_biased_sampling = true"
         )
+
+
+def cut_sampling(recipe: Sections) -> str:
+    """Return the settings that keep engines from drawing some tokens, with their values; empty for none."""
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    values = {name: getattr(recipe.rollout, name) for name in neutral}
+    return ", ".join(f"rollout.{name} = {value}" for name, value in values.items() if value != neutral[name])
 
 
 def drafting(recipe: Sections) -> Iterator[str]:
@@ -40,8 +44,49 @@ def drafting(recipe: Sections) -> Iterator[str]:
 
 
 def overlong_responses(recipe: Sections) -> Iterator[str]:
-    if recipe.train.overlong_buffer > recipe.rollout.max_response_tokens:
+    train = recipe.train
+    if train.overlong_buffer > recipe.rollout.max_response_tokens:
         yield "train.overlong_buffer is more than rollout.max_response_tokens"
+    if train.overlong_buffer and train.overlong != "penalty":
+        yield f"train.overlong_buffer has no effect with train.overlong = {train.overlong!r}: it is for 'penalty'"
+
+
+def reward_terms(recipe: Sections) -> Iterator[str]:
+    labels, train = [term.label for term in recipe.reward_terms], recipe.train
+    if not labels:
+        yield "reward names no function: give package.module:function, or terms with path and weight"
+    for label in sorted({label for label in labels if labels.count(label) > 1}):
+        yield f"reward has {labels.count(label)} terms of the name {label!r}: give each a name of its own"
+    if train.sampling_term is not None and train.sampling_term not in labels:
+        near = did_you_mean(train.sampling_term, labels)
+        yield f"train.sampling_term = {train.sampling_term!r} is no term of reward{near}: it has {', '.join(labels)}"
+    if train.sampling_term is not None and train.sampling_rounds == 1:
+        yield "train.sampling_term has no effect with train.sampling_rounds = 1: set sampling_rounds, or leave it out"
+
+
+def advantage(recipe: Sections) -> Iterator[str]:
+    """Settings of advantages that contradict each other, or need more than one response to a prompt."""
+    train, size = recipe.train, recipe.rollout.group_size
+    if train.advantage is not None:
+        algorithm = ALGORITHMS.get(train.algorithm or "", {})
+        for name in ("baseline", "advantage_scale"):
+            if getattr(train, name) != algorithm.get(name, "group"):
+                yield f"train.{name} has no effect with train.advantage, a function of your own: leave one of them out"
+    elif train.baseline != "group" and train.advantage_scale == "group":
+        yield (
+            f"train.baseline = {train.baseline!r} needs train.advantage_scale = 'none' or 'batch': over the standard "
+            "deviation of a group that baseline has no effect or no meaning"
+        )
+    if train.baseline == "none" and train.sampling_rounds > 1:
+        yield (
+            "train.sampling_rounds above 1 replaces groups whose rewards are all equal, and with train.baseline = "
+            "'none' they train: set train.sampling_rounds = 1"
+        )
+    if size == 1 and train.baseline != "none" and train.advantage is None:
+        yield (
+            f"rollout.group_size = 1 leaves train.baseline = {train.baseline!r} no other response to compare with: set "
+            "rollout.group_size to 2 or more, or train.algorithm = 'reinforce++'"
+        )
 
 
 def modes(recipe: Sections) -> Iterator[str]:
@@ -109,6 +154,33 @@ def uneven_minibatches(recipe: Sections) -> Iterator[str]:
         )
 
 
+def uncorrected_sampling(recipe: Sections) -> Iterator[str]:
+    """Note tokens drawn from a cut distribution that are trained on as if drawn from the whole one."""
+    cut = cut_sampling(recipe)
+    if cut and recipe.train.correction == "none":
+        yield f"{cut} with train.correction = 'none': updates take tokens for draws from the whole distribution"
+
+
+def long_warmup(recipe: Sections) -> Iterator[str]:
+    """Note a learning rate that is never reached."""
+    train = recipe.train
+    num = train.steps * train.minibatches
+    if train.warmup_steps > num:
+        yield (
+            f"train.warmup_steps = {train.warmup_steps} is more than the run's {num} optimizer steps (train.steps x "
+            f"train.minibatches): the learning rate stays below train.lr = {train.lr:g}"
+        )
+
+
+NOTES = (uneven_minibatches, uncorrected_sampling, long_warmup)
+"""What a dry run and a run's log say of settings that are allowed."""
+
+
+def notes_of(recipe: Sections) -> Iterator[str]:
+    for rule in NOTES:
+        yield from rule(recipe)
+
+
 def exact_replay(recipe: Sections) -> Iterator[str]:
     """Only for a run that follows recorded decisions."""
     environment = recipe.rollout.environment
@@ -133,5 +205,5 @@ def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterato
         )
 
 
-RULES = (biased_sampling, drafting, overlong_responses, modes, sequence_parallel)
+RULES = (biased_sampling, drafting, overlong_responses, reward_terms, advantage, modes, sequence_parallel)
 """Rules for a whole recipe, whose fields are each valid by themselves."""

@@ -44,17 +44,26 @@ class DataConfig(FiniteModel):
 
 
 class RewardTerm(FiniteModel):
-    """One reward function by import path, `package.module:function`, and its weight in the sum."""
+    """One reward function by import path, `package.module:function`, and its weight in the sum.
+
+    Its values are logged as `reward/terms/NAME`: `name`, or the function's.
+    """
 
     path: str
     weight: float = 1.0
+    name: str | None = Field(default=None, pattern=r"^[\w.-]+$")
+
+    @property
+    def label(self) -> str:
+        return self.name or self.path.rpartition(":")[2]
 
 
 class RewardPoolConfig(FiniteModel):
     """Rewards are computed in `processes` processes; one that takes longer than `timeout_s` is killed.
 
-    Its response then gets `on_failure`, as does one whose reward function raises. With 0 processes rewards are computed
-    in the driver, without a time limit. A process may map `memory_bytes` of memory, None: no limit.
+    Its value then is `on_failure`, as is that of a reward function that raises; of several terms only the failed one
+    has it, times its weight. With 0 processes rewards are computed in the driver, without a time limit. A process may
+    map `memory_bytes` of memory, None: no limit.
     """
 
     processes: int = Field(default=1, ge=0)
@@ -143,7 +152,7 @@ class RolloutConfig(FiniteModel):
 
     num_workers: int = Field(default=2, ge=1)
     prompts_per_step: int = Field(default=24, ge=1)
-    group_size: int = Field(default=8, ge=2, le=512)
+    group_size: int = Field(default=8, ge=1, le=512)
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
@@ -205,6 +214,20 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "advantage_scale": "batch", "aggregation": "token", "clip_low": 0.2, "clip_high": 0.28, "overlong": "zero",
         "sampling_rounds": 10,
     },
+    # Ahmadian et al. 2024, arXiv 2402.14740: a response is one action, so that its tokens' log-probs are summed. No
+    # clip range: it takes one optimizer step per RL step. Its KL penalty, and that of the next two, is left to kl_coef.
+    "rloo": {
+        "baseline": "leave_one_out", "advantage_scale": "none", "aggregation": "constant", "clip_low": 0.2,
+        "clip_high": 0.2,
+    },
+    # Hu et al. 2025, arXiv 2501.03262: advantages normalised over the batch, without a baseline for any number of
+    # responses to a prompt, or less the group's mean.
+    "reinforce++": {
+        "baseline": "none", "advantage_scale": "batch", "aggregation": "token", "clip_low": 0.2, "clip_high": 0.2,
+    },
+    "reinforce++-baseline": {
+        "baseline": "group", "advantage_scale": "batch", "aggregation": "token", "clip_low": 0.2, "clip_high": 0.2,
+    },
 }  # fmt: skip
 """Published algorithms as settings of one loss: values of `train.algorithm` for fields that a recipe leaves out."""
 
@@ -218,15 +241,20 @@ class TrainConfig(FiniteModel):
     updates, gradients are clipped at a norm of `max_grad_norm`.
 
     Loss. `minibatches` optimizer steps per RL step; ratios are clipped to [1 - `clip_low`, 1 + `clip_high`]. `kl_coef`
-    weighs the divergence from the initial model (0: none). `advantage_scale`: rewards less their group's mean are
-    divided by the standard deviation of the group, of the batch, or by none. `aggregation`: every token weighs the same
-    ("token"), every response ("sequence"), or a token weighs 1 / max_response_tokens ("constant"). `overlong`:
-    truncated responses are kept, filtered out of the loss, penalised softly over the last `overlong_buffer` tokens
-    before the cap (0: a fifth of the cap), or get no reward ("zero"). Up to `sampling_rounds` rollouts an RL step
-    replace groups whose rewards are all equal (1: none are replaced). `correction` of the mismatch between engine and
-    trainer: weights min(pi_trainer / pi_engine, `correction_cap`) per token ("truncated"), the ratio taken to the
-    behaviour's log-probs itself ("behaviour"), or "none". top_p, top_k and min_p change the engine's sampling
-    distribution, so with a correction they need `accept_biased_sampling`.
+    weighs the divergence from the initial model (0: none). `baseline` of a reward: its group's mean ("group"), the mean
+    of the group's other responses ("leave_one_out"), or "none". `advantage_scale`: rewards less their baselines are
+    divided by the standard deviation of the group, of the batch (an RL step's responses, each once, in groups whose
+    rewards differ, or with baseline "none" all less their mean), or by none, and 1e-4 is added to the deviation.
+    `advantage` is a function of your own instead, `package.module:function`, which returns advantages [N] from N
+    responses' rewards, groups, lengths, truncated (tensors [N]) and a mapping of the reward's terms [N] by name.
+    `aggregation`: every token weighs the same ("token"), every response ("sequence"), or a token weighs 1 /
+    max_response_tokens ("constant"). `overlong`: truncated responses are kept, filtered out of the loss, penalised
+    softly over the last `overlong_buffer` tokens before the cap (0: a fifth of the cap), or get no reward ("zero"). Up
+    to `sampling_rounds` rollouts an RL step replace groups that cannot train (1: none are replaced), as no response
+    that counts has an advantage, or none would have by the reward's term `sampling_term` alone. `correction` of the
+    mismatch between engine and trainer: weights min(pi_trainer / pi_engine, `correction_cap`) per token ("truncated"),
+    the ratio taken to the behaviour's log-probs itself ("behaviour"), or "none". top_p, top_k and min_p change the
+    engine's sampling distribution, so with a correction they need `accept_biased_sampling`.
 
     Machine. `ranks` trainers of `threads` CPU threads share the work through FSDP2 over `backend`; with
     `activation_checkpointing` they recompute activations instead of keeping them. `dtype` "auto" is bfloat16 on CUDA,
@@ -239,7 +267,7 @@ class TrainConfig(FiniteModel):
     """
 
     steps: int = Field(default=12, ge=1)
-    algorithm: Literal["grpo", "dr-grpo", "dapo", "dler"] | None = None
+    algorithm: Literal["grpo", "dr-grpo", "dapo", "dler", "rloo", "reinforce++", "reinforce++-baseline"] | None = None
     lr: float = Field(default=5e-4, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     betas: tuple[Beta, Beta] = (0.9, 0.99)
@@ -249,11 +277,14 @@ class TrainConfig(FiniteModel):
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.28, gt=0)
     kl_coef: float = Field(default=0.0, ge=0)
+    baseline: Literal["group", "leave_one_out", "none"] = "group"
     advantage_scale: Literal["group", "batch", "none"] = "group"
+    advantage: str | None = None
     aggregation: Literal["token", "sequence", "constant"] = "token"
     overlong: Literal["keep", "filter", "penalty", "zero"] = "keep"
     overlong_buffer: int = Field(default=0, ge=0)
     sampling_rounds: int = Field(default=1, ge=1)
+    sampling_term: str | None = None
     correction: Literal["truncated", "behaviour", "none"] = "truncated"
     correction_cap: float = Field(default=2.0, ge=1)
     accept_biased_sampling: bool = False
@@ -366,11 +397,9 @@ class Sections(FiniteModel):
     seed: int = Field(default=0, ge=0, lt=2**32)
 
     @property
-    def reward_terms(self) -> tuple[tuple[str, float], ...]:
-        """Import paths and weights of the reward's terms."""
-        if isinstance(self.reward, str):
-            return ((self.reward, 1.0),)
-        return tuple((term.path, term.weight) for term in self.reward)
+    def reward_terms(self) -> tuple[RewardTerm, ...]:
+        """The reward's terms: one where it is a path."""
+        return (RewardTerm(path=self.reward),) if isinstance(self.reward, str) else self.reward
 
 
 def vllm_arguments(vllm: Mapping[str, Any]) -> Iterator[str]:

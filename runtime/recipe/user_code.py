@@ -69,7 +69,7 @@ def refuse_code(run: Path, names: Iterable[str]) -> None:
 def code_of(recipe: Sections) -> Iterator[str]:
     """Modules that do not come with tltlab, and arguments of vLLM, by which training imports code."""
     rollout = recipe.rollout
-    for path, _ in recipe.reward_terms:
+    for path in [*(term.path for term in recipe.reward_terms), recipe.train.advantage or ""]:
         yield from _foreign(path)
     for path in paths_in(f"{rollout.policy} {rollout.placement}"):
         yield from _foreign(path)

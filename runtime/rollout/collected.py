@@ -21,7 +21,10 @@ from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.trainer.samples import Sample, useful_groups
 from tltlab.traces.schema import Rows, by_column
+
+from .rewards import Scored
 
 Shares = list[list[GenerationRequest]]
 
@@ -31,8 +34,9 @@ class Trajectory:
     """A response to a prompt so far, its tokens from one or more RL steps; `epoch` is the data's.
 
     Per token its id, its behaviour log-prob and the policy version that drew it, 4 bytes each ("i", "f", "i").
-    `finish_reason` is "stop" or "length" once it is whole. Where tools answered, `from_tool` is 1 for each of their
-    tokens, whose log-probs are 0, and 0 for tokens that a policy drew; else it is empty.
+    `finish_reason` is "stop" or "length" once it is whole, and `terms` are the values of its reward's terms. Where
+    tools answered, `from_tool` is 1 for each of their tokens, whose log-probs are 0, and 0 for tokens that a policy
+    drew; else it is empty.
     """
 
     prompt: Prompt
@@ -43,6 +47,7 @@ class Trajectory:
     token_versions: array[int] = field(default_factory=lambda: array("i"))
     finish_reason: str | None = None
     reward: float | None = None
+    terms: tuple[float, ...] = ()
     from_tool: array[int] = field(default_factory=lambda: array("b"))
 
     @property
@@ -98,14 +103,14 @@ class RolloutTools:
 
     `generate(shares, round, quotas)` generates each worker's share and returns one Rollout each, with a response to
     each request. With quotas worker n stops once all requests of that many prompts are answered, and the rest return as
-    "abort". `share(requests)` splits requests over workers by `rollout.placement`. `rewards` gives one number per whole
-    response. `score(pairs, distributions=False)` gives for pairs (prompt ids, response ids of N tokens) the policy's
-    natural log-probs [N] at the sampling temperature, or with `distributions` all of them [N, V].
+    "abort". `share(requests)` splits requests over workers by `rollout.placement`. `rewards` gives the reward of each
+    whole response. `score(pairs, distributions=False)` gives for pairs (prompt ids, response ids of N tokens) the
+    policy's natural log-probs [N] at the sampling temperature, or with `distributions` all of them [N, V].
     """
 
     generate: Callable[[Shares, int, Sequence[int] | None], list[Rollout]]
     share: Callable[[list[GenerationRequest]], Shares]
-    rewards: Callable[[list[Trajectory]], list[float]]
+    rewards: Callable[[list[Trajectory]], list[Scored]]
     score: Callable[..., list[np.ndarray]]
     rl_step: int
     policy_version: int
@@ -118,9 +123,9 @@ class Collected:
     `trajectories` are whole groups with their rewards; `groups[i]` numbers the prompt of trajectory i.
     `parts[w].responses[i]` answers `requests[w][i]` on worker w. All rounds are merged: times are since the first began
     and iterations are numbered through. By key of the request: `epochs`, and the `rewards` of whole responses (a cut
-    one has none). `rollout_s` runs from the first round to the end of the last, rewards between them included;
-    `reward_s` is the time of later rewards and `score_s` that of the trainer's scoring; the three add up. `figures` are
-    for the RL step's metrics, by name.
+    one has none). `num_dropped` more groups cannot train. `rollout_s` runs from the first round to the end of the last,
+    rewards between them included; `reward_s` is the time of later rewards and `score_s` that of the trainer's scoring;
+    the three add up. `figures` are for the RL step's metrics, by name.
     """
 
     trajectories: list[Trajectory]
@@ -129,6 +134,7 @@ class Collected:
     parts: list[Rollout]
     epochs: dict[Key, int]
     rewards: dict[Key, float]
+    num_dropped: int = 0
     rollout_s: float
     reward_s: float = 0.0
     score_s: float = 0.0
@@ -236,11 +242,11 @@ class Rollouts(ABC):
 class SynchronousRollouts(Rollouts):
     """Every RL step draws prompts_per_step groups anew, and ends with the last response.
 
-    With `train.sampling_rounds` above 1 groups whose rewards are all equal, which have no gradient, are replaced by as
-    many new prompts in another round (dynamic sampling of DAPO, arXiv 2503.14476, section 3.2). A truncated response
-    counts with its reward after `train.overlong` = "zero"; the soft penalty for length is ignored, as in DAPO's
-    scripts, which compare accuracies. The trace has every response of every round. Training uses the groups with a
-    difference, or fewer than prompts_per_step where the rounds do not yield enough.
+    With `train.sampling_rounds` above 1 groups that cannot train (`useful_groups`) are replaced by as many new prompts
+    in another round (dynamic sampling of DAPO, arXiv 2503.14476, section 3.2), and with `train.sampling_term` those
+    that could not by that term of the reward alone. The soft penalty for length is ignored, as in DAPO's scripts, which
+    compare accuracies, and an own `train.advantage`, which is for whole batches. The trace has every response of every
+    round. Training uses the groups that can train, fewer than prompts_per_step where the rounds do not yield enough.
     """
 
     def collect(self, tools: RolloutTools) -> Collected:
@@ -266,7 +272,8 @@ class SynchronousRollouts(Rollouts):
             epochs |= {t.key(tools.rl_step): t.epoch for t in trajectories}
             rewards |= rewards_by_key(trajectories, tools.rl_step)
             new = [trajectories[i : i + rollout.group_size] for i in range(0, len(trajectories), rollout.group_size)]
-            groups += [group for group in new if max_rounds == 1 or self._differs(group)]
+            useful = range(len(new)) if max_rounds == 1 else sorted(self._useful(new))
+            groups += [new[number] for number in useful]
         return Collected(
             trajectories=[t for group in groups for t in group],
             groups=[n for n, group in enumerate(groups) for _ in group],
@@ -274,20 +281,31 @@ class SynchronousRollouts(Rollouts):
             parts=rounds.parts,
             epochs=epochs,
             rewards=rewards,
+            num_dropped=len(numbers) - len(groups),
             rollout_s=rounds.rollout_s,
             reward_s=reward_s,
             notes=self._take_drop_notes() + rounds.notes + self._notes(len(groups), len(numbers), rounds.num_rounds),
         )
 
-    def _differs(self, group: Sequence[Trajectory]) -> bool:
-        zero = self.recipe.train.overlong == "zero"
-        return len({min(t.reward or 0.0, 0.0) if zero and t.truncated else t.reward for t in group}) > 1
+    def _useful(self, groups: Sequence[Sequence[Trajectory]]) -> set[int]:
+        """Return the places of the groups to train on."""
+        train, cap = self.recipe.train, self.recipe.rollout.max_response_tokens
+        if train.overlong == "penalty":
+            train = train.model_copy(update={"overlong": "keep"})
+        samples = samples_of(
+            [t for group in groups for t in group], [n for n, group in enumerate(groups) for _ in group]
+        )
+        useful = useful_groups(samples, train, cap)
+        if train.sampling_term is not None:
+            term = [term.label for term in self.recipe.reward_terms].index(train.sampling_term)
+            useful &= useful_groups([replace(s, reward=s.terms[term]) for s in samples], train, cap)
+        return useful
 
     def _notes(self, num_kept: int, num_asked: int, num_rounds: int) -> list[str]:
         num_prompts = self.recipe.rollout.prompts_per_step
         if self.recipe.train.sampling_rounds == 1 or (num_rounds == 1 and num_kept == num_prompts):
             return []
-        note = f"rewards differ within {num_kept} of {counted(num_asked, 'group')} of {counted(num_rounds, 'round')}"
+        note = f"{num_kept} of {counted(num_asked, 'group')} of {counted(num_rounds, 'round')} can train"
         return [note if num_kept == num_prompts else f"{note}: trained on those, not on {num_prompts}"]
 
 
@@ -323,8 +341,26 @@ def requests_of(prompt: Prompt, rl_step: int, group_size: int, max_response_toke
 
 def rewarded(trajectories: Sequence[Trajectory], tools: RolloutTools) -> list[Trajectory]:
     """Return the trajectories with their rewards."""
-    rewards = tools.rewards(list(trajectories))
-    return [replace(t, reward=reward) for t, reward in zip(trajectories, rewards, strict=True)]
+    scored = tools.rewards(list(trajectories))
+    return [replace(t, reward=reward, terms=terms) for t, (reward, terms) in zip(trajectories, scored, strict=True)]
+
+
+def samples_of(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> list[Sample]:
+    """Return the training samples of whole responses; `groups[i]` numbers the prompt of trajectory i."""
+    return [
+        Sample(
+            prompt_token_ids=t.prompt.token_ids,
+            token_ids=t.token_ids,
+            logprobs=t.logprobs,
+            reward=t.reward if t.reward is not None else 0.0,
+            group=group,
+            truncated=t.truncated,
+            from_tool=t.from_tool,
+            name=f"sample {t.sample} of prompt {t.prompt.prompt_id}",
+            terms=t.terms,
+        )
+        for t, group in zip(trajectories, groups, strict=True)
+    ]
 
 
 def rewards_by_key(trajectories: Iterable[Trajectory], rl_step: int) -> dict[Key, float]:

@@ -218,7 +218,9 @@ class PartialRollouts(Rollouts):
                     "prompt_id": self.prompts[group.number].prompt_id,
                     "number": group.number,
                     "epoch": group.samples[0].epoch,
-                    "samples": [{"finish_reason": s.finish_reason, "reward": s.reward} for s in group.samples],
+                    "samples": [
+                        {"finish_reason": s.finish_reason, "reward": s.reward, "terms": s.terms} for s in group.samples
+                    ],
                 }
                 for group in self._pending
             ],
@@ -252,7 +254,7 @@ class PartialRollouts(Rollouts):
                         token_ids=array("i", token_ids.tolist()),
                         logprobs=array("f", logprobs.tolist()),
                         token_versions=array("i", versions.tolist()),
-                        **sample,
+                        **sample | {"terms": tuple(sample.get("terms", ()))},  # earlier versions wrote none
                     )
                 )
             longest = max((len(s.token_ids) for s in samples if s.finish_reason is None), default=0)

@@ -30,14 +30,14 @@ from tltlab.errors import RunError
 from tltlab.files import found_in
 from tltlab.runtime.ray.scratch import register_memory
 
-from .rewards import NotANumberError, WeightedReward, load_rewards
+from .rewards import LARGEST_REWARD, NotANumberError, Reward, Scored, load_rewards, number_of
 
 if TYPE_CHECKING:
     # A reward process imports this module, and needs no recipe.
     from tltlab.runtime.recipe.recipe import Recipe
 
 Item = tuple[str, str | Sequence[int], str]
-# A reward, or the reason for its absence.
+# The value of a reward's term, or the reason for its absence.
 Outcome = float | str
 
 # Starts in a row without a result, after which processes cannot start here at all.
@@ -133,19 +133,21 @@ class RewardPool(UserProcesses):
 
     Reward functions are imported here first: ConfigError for those that cannot be. Processes start on entering, without
     a wait. One call of `rewards` at a time. With a `tokenizer` responses may be token ids, decoded in the reward's
-    process if the tokenizer allows that (`Decoder.of`).
+    process if the tokenizer allows that (`Decoder.of`). A process computes all terms of a response; where that hangs or
+    ends the process, each term is computed by itself, so that the others keep their values.
     """
 
     def __init__(self, recipe: Recipe, tokenizer: Any = None) -> None:
-        terms, self._code, self._config = recipe.reward_terms, recipe.code, recipe.reward_pool
-        self._reward = load_rewards(terms, self._code)
+        self._terms, self._code, self._config = recipe.reward_terms, recipe.code, recipe.reward_pool
+        paths = [term.path for term in self._terms]
+        self._rewards = load_rewards(paths, self._code)
         self._start_timeout_s = recipe.faults.start_timeout_s
-        self._failures: Counter[str] = Counter()
+        self._failures: Counter[tuple[str, str]] = Counter()  # by term and reason
         self._num_rewards = 0
         self._tokenizer = tokenizer
         self._decoder = None if tokenizer is None else Decoder.of(tokenizer)
-        args = (terms, self._code, self._decoder, self._config.memory_bytes)
-        super().__init__(self._config.processes, "reward_pool.processes", _own_reward, *args)
+        args = (paths, self._code, self._decoder, self._config.memory_bytes)
+        super().__init__(self._config.processes, "reward_pool.processes", _own_rewards, *args)
 
     def __enter__(self) -> RewardPool:
         if self._config.processes:
@@ -155,18 +157,29 @@ class RewardPool(UserProcesses):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def rewards(self, items: Sequence[Item]) -> list[float]:
-        """Return the reward of each (prompt, response, answer), in order; `on_failure` where there is none.
+    def rewards(self, items: Sequence[Item]) -> list[Scored]:
+        """Return the reward of each (prompt, response, answer), in order: the sum of its terms by weight.
 
-        RunError where the processes cannot start.
+        A term without a value has `on_failure` for it. RunError where the processes cannot start.
         """
-        outcomes = self.outcomes(items)
-        self._num_rewards += len(outcomes)
-        self._failures.update(outcome for outcome in outcomes if isinstance(outcome, str))
-        return [self._config.on_failure if isinstance(outcome, str) else outcome for outcome in outcomes]
+        scored = [self._scored(outcomes) for outcomes in self.outcomes(items)]
+        self._num_rewards += len(scored)
+        return scored
 
-    def outcomes(self, items: Sequence[Item]) -> list[Outcome]:
-        """Return the reward of each, or the reason for its absence; errors as `rewards`."""
+    def _scored(self, outcomes: Sequence[Outcome]) -> Scored:
+        instead, values = self._config.on_failure, list[float]()
+        for term, outcome in zip(self._terms, outcomes, strict=True):
+            if isinstance(outcome, str):
+                self._failures[term.label, outcome] += 1
+            values.append(instead if isinstance(outcome, str) else outcome)
+        reward = sum(term.weight * value for term, value in zip(self._terms, values, strict=True))
+        if not abs(reward) <= LARGEST_REWARD:
+            self._failures["", "have a sum beyond what float32 holds"] += 1
+            reward = instead
+        return Scored(reward, tuple(values))
+
+    def outcomes(self, items: Sequence[Item]) -> list[list[Outcome]]:
+        """Return the values of each one's terms, or the reasons for their absence; errors as `rewards`."""
         if self._decoder is None:
             items = [
                 (p, r if isinstance(r, str) else str(self._tokenizer.decode(list(r), skip_special_tokens=True)), a)
@@ -180,69 +193,83 @@ class RewardPool(UserProcesses):
                 raise
         # Standard output is for results, in this process as in the others.
         with redirect_stdout(sys.stderr), found_in(self._code):
-            return [_outcome(self._reward, item, self._decoder) for item in items]
+            return [_outcomes(self._rewards, item, self._decoder) for item in items]
 
     def take_failures(self) -> list[str]:
         """Return and clear a sentence for each kind of failure, with its count and none of the response's text."""
-        sentences = [
-            f"{count} of {counted(self._num_rewards, 'reward')} {reason}: {self._config.on_failure:g} instead"
-            for reason, count in self._failures.most_common()
-        ]
+        sentences = []
+        for (label, reason), count in self._failures.most_common():
+            num = counted(self._num_rewards, "reward")
+            if label and len(self._terms) > 1:
+                num = f"{counted(self._num_rewards, 'value')} of {label}"
+            sentences.append(f"{count} of {num} {reason}: {self._config.on_failure:g} instead")
         self._failures.clear()
         self._num_rewards = 0
         return sentences
 
-    def _in_processes(self, items: Sequence[Item]) -> list[Outcome]:
+    def _in_processes(self, items: Sequence[Item]) -> list[list[Outcome]]:
         pool = self.ready()
         limit, patience = self._config.timeout_s, self._start_timeout_s
-        outcomes: dict[int, Outcome] = {}
-        waiting = deque(range(len(items)))
-        tasks: dict[Future[Outcome], int] = {}
-        while len(outcomes) < len(items):
+        terms: Sequence[int] = range(len(self._terms))
+        outcomes: list[list[Outcome]] = [[""] * len(terms) for _ in items]
+        # Numbers of an item and of its terms to compute.
+        waiting: deque[tuple[int, Sequence[int]]] = deque((number, terms) for number in range(len(items)))
+        tasks: dict[Future[list[Outcome]], tuple[int, Sequence[int]]] = {}
+        while waiting or tasks:
             # Two tasks per process: tasks in flight when the pool breaks are lost.
             while waiting and len(tasks) < 2 * self._config.processes:
                 try:
-                    task = pool.schedule(_compute, (items[waiting[0]],), timeout=limit)
+                    number, terms = waiting[0]
+                    task = pool.schedule(_compute, (items[number], terms), timeout=limit)
                 except RuntimeError:
                     break  # as below: the pool is no longer active
                 tasks[task] = waiting.popleft()
             deadline = time.monotonic() + patience + limit
-            done: set[Future[Outcome]] = set()
+            done: set[Future[list[Outcome]]] = set()
             # A pool that breaks while a task is scheduled may never end that task.
             while tasks and not done and pool.active and time.monotonic() < deadline:
                 done, _ = wait(tasks, 1.0, FIRST_COMPLETED)
             if tasks and not done and pool.active:
                 raise RunError(f"reward processes did not start within faults.start_timeout_s, {patience:g} s")
             for ended in done:
-                number = tasks.pop(ended)
+                number, terms = tasks.pop(ended)
                 try:
-                    outcome, failure = self.result(ended, limit)
-                    outcomes[number] = failure or outcome
+                    values, failure = self.result(ended, limit)
                 except BrokenProcessPool:
-                    waiting.appendleft(number)  # a process failed between rewards, and the pool is no longer active
+                    # A process failed between rewards, and the pool is no longer active.
+                    waiting.appendleft((number, terms))
+                    continue
+                if failure and len(terms) > 1:
+                    waiting.extendleft((number, [term]) for term in terms)
+                    continue
+                for term, value in zip(terms, [failure] if failure else values, strict=True):
+                    outcomes[number][term] = value
             if not pool.active:
                 waiting.extendleft(tasks.values())
                 tasks.clear()
                 pool = self.ready()
-        return [outcomes[i] for i in range(len(items))]
+        return outcomes
 
 
-def _outcome(
-    reward: WeightedReward,
+def _outcomes(
+    rewards: Sequence[Reward],
     item: Item,
     decoder: Decoder | None,
     caught: tuple[type[BaseException], ...] = (Exception, SystemExit),
-) -> Outcome:
+) -> list[Outcome]:
     prompt, response, answer = item
     if not isinstance(response, str):
         assert decoder is not None
         response = decoder(response)
-    try:
-        return reward(prompt, response, answer)
-    except NotANumberError as error:
-        return str(error)
-    except caught as error:  # a user's function may raise anything
-        return error_place(error)
+    outcomes: list[Outcome] = []
+    for reward in rewards:
+        try:
+            outcomes.append(number_of(reward(prompt, response, answer)))
+        except NotANumberError as error:
+            outcomes.append(str(error))
+        except caught as error:  # a user's function may raise anything
+            outcomes.append(error_place(error))
+    return outcomes
 
 
 def error_place(error: BaseException) -> str:
@@ -285,23 +312,23 @@ def _start_process(driver: int, make: Callable[..., Any], args: Sequence[Any]) -
         _ProcessState.fault = error
 
 
-def _own_reward(
-    terms: Sequence[tuple[str, float]], code: Sequence[str], decoder: Decoder | None, memory_bytes: int | None
-) -> tuple[WeightedReward, Decoder | None]:
+def _own_rewards(
+    paths: Sequence[str], code: Sequence[str], decoder: Decoder | None, memory_bytes: int | None
+) -> tuple[list[Reward], Decoder | None]:
     # Permanently: imports of a reward at run time are found there too.
     sys.path += code
-    reward = load_rewards(terms)
+    rewards = load_rewards(paths)
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    return reward, decoder
+    return rewards, decoder
 
 
-def _compute(item: Item) -> Outcome:
-    reward, decoder = process_object("a reward process")
+def _compute(item: Item, terms: Sequence[int]) -> list[Outcome]:
+    rewards, decoder = process_object("a reward process")
     pid = os.getpid()
     # Panics of Rust are no `Exception`, and no keyboard interrupts reach this process.
-    outcome = _outcome(reward, item, decoder, (BaseException,))
+    outcomes = _outcomes([rewards[term] for term in terms], item, decoder, (BaseException,))
     if os.getpid() != pid:
         # A fork made by the reward must not answer in its place.
         os._exit(0)
-    return outcome
+    return outcomes

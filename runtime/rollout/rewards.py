@@ -1,4 +1,4 @@
-"""Reward functions: loading and summing, and rewards for math answers and formats.
+"""Reward functions: loading, and rewards for math answers and formats.
 
 A reward function is called as reward(prompt, response, answer) -> float. Recipes name those here as in `reward =
 "tltlab.runtime.rollout.rewards:math"`. Response length does not count here: see `train.overlong`.
@@ -6,20 +6,16 @@ A reward function is called as reward(prompt, response, answer) -> float. Recipe
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from importlib.util import find_spec
 from math import isfinite
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tltlab.errors import ConfigError
 from tltlab.files import found_in
-from tltlab.own import load_name
+from tltlab.own import load_function
 
 Reward = Callable[[str, str, str], float]
 
@@ -35,20 +31,15 @@ class NotANumberError(Exception):
     """A reward function returned no number, or none that is finite as float32; the message omits the value."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightedReward:
-    """A weighted sum of reward functions, itself one. It raises their exceptions, and NotANumberError."""
+class Scored(NamedTuple):
+    """A response's reward, and the values of its terms, in the recipe's order."""
 
-    terms: tuple[tuple[Reward, float], ...]
-
-    def __call__(self, prompt: str, response: str, answer: str) -> float:
-        total = _number(sum(weight * _number(function(prompt, response, answer)) for function, weight in self.terms))
-        if abs(total) > LARGEST_REWARD:
-            raise NotANumberError("returned a number beyond what float32 holds")
-        return total
+    reward: float
+    terms: tuple[float, ...] = ()
 
 
-def _number(value: Any) -> float:
+def number_of(value: Any) -> float:
+    """Return what a reward function returned as a number; NotANumberError where it is none."""
     if isinstance(value, (str, bytes, bytearray)):
         raise NotANumberError(f"returned a {type(value).__name__}")
     try:
@@ -57,43 +48,24 @@ def _number(value: Any) -> float:
         raise NotANumberError(f"returned a {type(value).__name__}") from None
     if not isfinite(number):
         raise NotANumberError(f"returned {number}")
+    if abs(number) > LARGEST_REWARD:
+        raise NotANumberError("returned a number beyond what float32 holds")
     return number
 
 
-def load_rewards(terms: Sequence[tuple[str, float]], code: Sequence[str] = ()) -> WeightedReward:
-    """Import functions by (path, weight), searched last in the folders `code`.
-
-    ConfigError for one that cannot be imported or called.
-    """
-    if not terms:
-        raise ConfigError("reward names no function: give package.module:function, or terms with path and weight")
-    for path, weight in terms:
-        if not isfinite(weight):
-            raise ConfigError(f"reward {path!r} has weight {weight}, which is not a finite number")
+def load_rewards(paths: Sequence[str], code: Sequence[str] = ()) -> list[Reward]:
+    """Import functions by path, searched last in the folders `code`; ConfigError as `load_reward`."""
     with found_in(code):
-        return WeightedReward(terms=tuple((load_reward(path), weight) for path, weight in terms))
+        return [load_reward(path) for path in paths]
 
 
 def load_reward(path: str) -> Reward:
-    """Import `package.module:function`; ConfigError for a failed import."""
-    module, colon, name = path.partition(":")
-    if not (module and colon and name):
-        raise ConfigError(f"reward {path!r} is not package.module:function")
-    if module.endswith(".py"):
-        raise ConfigError(f"reward {path!r} names a file: give its module, {Path(module).stem}:{name}")
-    function = load_name(path, f"reward {path!r}")
-    if not callable(function):
-        raise ConfigError(f"reward {path!r} is not a function")
+    """Import `package.module:function`; ConfigError for one that cannot be imported or called."""
+    function = load_function(path, f"reward {path!r}", "prompt, response, answer")
     if function is math and find_spec("math_verify") is None:
         # Reported before a run begins: within a run, an exception only costs a response its reward.
         raise ModuleNotFoundError("No module named 'math_verify'", name="math_verify")
-    try:
-        inspect.signature(function).bind("", "", "")
-    except TypeError as error:
-        raise ConfigError(f"reward {path!r} cannot be called as reward(prompt, response, answer): {error}") from error
-    except ValueError:
-        pass  # a function written in C without a signature
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def math(prompt: str, response: str, answer: str) -> float:

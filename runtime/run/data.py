@@ -20,7 +20,6 @@ from tltlab.runtime.rollout.collected import Collected, Rollouts, SynchronousRol
 from tltlab.runtime.rollout.environments import stop_token_ids
 from tltlab.runtime.rollout.partial import AsynchronousRollouts, PartialRollouts
 from tltlab.runtime.rollout.prefix_reuse import ReusingRollouts
-from tltlab.runtime.trainer.samples import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,20 +165,3 @@ def rollouts_of(recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder) -> 
     if recipe.rollout.reuse is not None:
         return ReusingRollouts(recipe, prompts, order, recipe.rollout.reuse)
     return SynchronousRollouts(recipe, prompts, order)
-
-
-def samples_of(collected: Collected) -> list[Sample]:
-    """Return the training samples: the whole responses of the RL step."""
-    return [
-        Sample(
-            prompt_token_ids=t.prompt.token_ids,
-            token_ids=t.token_ids,
-            logprobs=t.logprobs,
-            reward=t.reward if t.reward is not None else 0.0,
-            group=group,
-            truncated=t.truncated,
-            from_tool=t.from_tool,
-            name=f"sample {t.sample} of prompt {t.prompt.prompt_id}",
-        )
-        for t, group in zip(collected.trajectories, collected.groups, strict=True)
-    ]

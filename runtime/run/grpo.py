@@ -34,18 +34,19 @@ from tltlab.runtime.recipe.checks import policy_on_engines
 from tltlab.runtime.recipe.engines import drafters_of, engine_build
 from tltlab.runtime.recipe.gpus import weight_transport
 from tltlab.runtime.recipe.recipe import Recipe, located
-from tltlab.runtime.recipe.rules import exact_replay, uneven_minibatches
+from tltlab.runtime.recipe.rules import exact_replay, notes_of
 from tltlab.runtime.recipe.user_code import code_of, keep_code
-from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, ages
+from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, ages, samples_of
 from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.rollout.reward_pool import RewardPool
+from tltlab.runtime.rollout.rewards import Scored
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
-from tltlab.runtime.trainer.samples import check
+from tltlab.runtime.trainer.samples import OwnAdvantage, check, useful_groups
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import Trace, read
 
 from .checkpoints import RunCheckpoints, step_of
-from .data import RolledOut, RolloutsAhead, RunData, samples_of
+from .data import RolledOut, RolloutsAhead, RunData
 from .logging import RunLog
 from .memory import ProcessMemory
 from .placement import GpuPlacement
@@ -284,6 +285,7 @@ class GrpoRun:
         self.out = Path(out)
         self.tokenizer = load_tokenizer(recipe.model)
         self.reward_pool = RewardPool(recipe, self.tokenizer)
+        self._own_advantage = None if recipe.train.advantage is None else OwnAdvantage(recipe)
         self.data = RunData(recipe, self.tokenizer)
         self.policy = recipe.read_policy()
         refuse(policy_on_engines(recipe, self.policy))
@@ -335,7 +337,7 @@ class GrpoRun:
             keep_code(self.recipe.code, [*code_of(self.recipe), *modules], self.out)
             folder = self.recovery.newest() if self._resume else None
             self.recovery.prepare(folder)
-            for note in (*uneven_minibatches(self.recipe), *self.data.notes):
+            for note in (*notes_of(self.recipe), *self.data.notes):
                 self.events.note(note)
             stack.enter_context(self.reward_pool)
             stack.enter_context(self._ahead)  # ends after the actors, so that its calls to them fail then
@@ -430,8 +432,13 @@ class GrpoRun:
         for note in collected.notes:
             self.events.note(note)
         self._ahead.begin(rl_step + 1)
-        samples = samples_of(collected)
-        nothing_to_learn = check(samples, self.recipe.train, self.recipe.rollout.max_response_tokens, rl_step)
+        samples = samples_of(collected.trajectories, collected.groups)
+        if self._own_advantage is not None:
+            samples = self._own_advantage(samples)
+        config, cap = self.recipe.train, self.recipe.rollout.max_response_tokens
+        num_groups = len(set(collected.groups)) + collected.num_dropped
+        mixed = len(useful_groups(samples, config, cap)) / num_groups if num_groups else math.nan
+        nothing_to_learn = check(samples, config, cap, rl_step)
         if nothing_to_learn is not None:
             self.events.note(nothing_to_learn)
 
@@ -439,6 +446,7 @@ class GrpoRun:
         self.actors.trainers_turn(weights_follow=True)
         stale = ages(collected.trajectories, rl_step) if self.recipe.rollout.one_step_off else {}
         metrics = stale | collected.figures | asdict(self.trainers.old_logprobs(samples, rl_step))
+        metrics["reward/mixed_groups"] = mixed
         inference_s = time.perf_counter() - start + collected.score_s
 
         start = time.perf_counter()
@@ -482,6 +490,7 @@ class GrpoRun:
     def _roll_out(self, rl_step: int) -> RolledOut:
         t_start, tools = time.perf_counter(), self._tools(rl_step)
         collected = self.data.rollouts.collect(tools)
+        collected.figures.update(self._term_means())
         # Work of engines and drafters on the responses, before weights change.
         if self._first is not None:
             self._repeat(*self._first, rl_step)
@@ -495,6 +504,7 @@ class GrpoRun:
         every = self.recipe.rollout.repeat_every
         repeats = bool(every) and rl_step % every == 0
         self._first: tuple[Sequence[Sequence[GenerationRequest]], Sequence[Rollout], float] | None = None
+        self._scored: list[Scored] = []
 
         def generate(
             shares: Sequence[list[GenerationRequest]], number: int, quotas: Sequence[int] | None
@@ -518,11 +528,12 @@ class GrpoRun:
                 self._first = (shares, parts, time.perf_counter() - start) if repeats else None
             return parts
 
-        def rewards(trajectories: Sequence[Trajectory]) -> list[float]:
-            values = self.reward_pool.rewards([(t.prompt.text, t.token_ids, t.prompt.answer) for t in trajectories])
+        def rewards(trajectories: Sequence[Trajectory]) -> list[Scored]:
+            scored = self.reward_pool.rewards([(t.prompt.text, t.token_ids, t.prompt.answer) for t in trajectories])
             for failure in self.reward_pool.take_failures():
                 self.events.note(failure)
-            return values
+            self._scored += scored
+            return scored
 
         def score(pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
             self.actors.trainers_turn()
@@ -536,6 +547,14 @@ class GrpoRun:
             rl_step=rl_step,
             policy_version=self.state.policy_version,
         )
+
+    def _term_means(self) -> dict[str, float]:
+        """Return the mean of each term of the rewards of the rollout; none where there is one term."""
+        terms = self.recipe.reward_terms
+        if len(terms) == 1 or not self._scored:
+            return {}
+        means = np.mean([scored.terms for scored in self._scored], axis=0).tolist()
+        return {f"reward/terms/{term.label}": mean for term, mean in zip(terms, means, strict=True)}
 
     def _repeat(
         self,
@@ -621,8 +640,10 @@ class GrpoRun:
             self.actors.engines_turn()
             responses = self.pool.evaluate(requests)
             pairs = zip(prompts, responses, strict=True)
-            rewards = self.reward_pool.rewards([(p.text, token_ids, p.answer) for p, token_ids in pairs])
-            return sum(rewards) / len(rewards)
+            scored = self.reward_pool.rewards([(p.text, token_ids, p.answer) for p, token_ids in pairs])
+            for failure in self.reward_pool.take_failures():
+                self.events.note(f"evaluation: {failure}")
+            return sum(each.reward for each in scored) / len(scored)
 
         return self._through(mean_reward)
 

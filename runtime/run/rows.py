@@ -294,7 +294,9 @@ _FIGURES = (tokens_per_s, bubble_fraction, tail_fraction, mean_accept_length)
 def step_metrics(report: StepReport, rows: Mapping[str, Rows]) -> dict[str, float]:
     """Return the figures of an RL step by name, all finite; unknown ones are left out.
 
-    `reward/*`: mean, standard deviation, and the share of groups whose rewards differ, which alone have a gradient.
+    `reward/*`: mean, standard deviation, the mean of each term where there are several (`reward/terms/NAME`), and
+    `reward/mixed_groups`: of the groups trained on and of those that dynamic sampling dropped, the share that can train
+    (`tltlab.runtime.trainer.samples.useful_groups`).
     `time/*_s`: seconds per stage, `step_s` the step's, or their sum where unknown. `rollout/*`: `tltlab.traces.metrics`
     of this step. `length/*`: tokens of the responses that ended, percentiles linear between ranks; `truncated_fraction`
     ended at a cap. `graphs/*`: shares of the engines' iterations by kind of CUDA graph. `mismatch/*` and `train/*`:
@@ -329,7 +331,11 @@ def summary_of(
         ],
         "recorder_share": sum(r.recorder_s + r.record_s for r in reports) / sum(r.step_s for r in reports),
         "drafter": drafter,
-        "off_policy": {name: value for name, value in reports[-1].metrics.items() if "/" in name} if reports else {},
+        "off_policy": {
+            name: value
+            for name, value in (reports[-1].metrics if reports else {}).items()
+            if "/" in name and not name.startswith("reward/")
+        },
         "trace": "trace",
         "policy": "policy.json",
         "versions": versions(),
@@ -343,17 +349,8 @@ def _graphs(kinds: pa.ChunkedArray) -> dict[str, float | None]:
 
 
 def _rewards(report: StepReport, outcomes: Rows) -> dict[str, float | None]:
-    groups: dict[str, list[float]] = {}
-    for row in outcomes:
-        if row.get("reward") is not None:
-            groups.setdefault(row["prompt_id"], []).append(row["reward"])
-    rewards = [reward for group in groups.values() for reward in group]
-    mixed = [len(set(group)) > 1 for group in groups.values()]
-    return {
-        "reward/mean": report.reward_mean,
-        "reward/std": float(np.std(rewards)) if rewards else None,
-        "reward/mixed_groups": float(np.mean(mixed)) if mixed else None,
-    }
+    rewards = [row["reward"] for row in outcomes if row.get("reward") is not None]
+    return {"reward/mean": report.reward_mean, "reward/std": float(np.std(rewards)) if rewards else None}
 
 
 def _rollout(rollout_s: float, rows: Mapping[str, Rows]) -> dict[str, float | None]:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 DAPO_BUFFER_SHARE = 1 / 5
 """Share of the cap over which DAPO's length penalty grows: 4,096 of 20,480 tokens (arXiv 2503.14476, section 4.1)."""
+EPSILON = 1e-4
+"""Added to standard deviations, as in TRL (verl: 1e-6): rewards that differ by rounding make no step."""
 
 
 def shape_rewards(
@@ -43,17 +45,33 @@ def shape_rewards(
     return rewards
 
 
-def advantages(rewards: Tensor, groups: Tensor, *, scale: Literal["group", "batch", "none"]) -> Tensor:
-    """Return A [N]: each reward less the mean of its group, over a standard deviation. `groups` [N]: integer labels.
+def advantages(
+    rewards: Tensor,
+    groups: Tensor,
+    *,
+    scale: Literal["group", "batch", "none"],
+    baseline: Literal["group", "leave_one_out", "none"] = "group",
+) -> Tensor:
+    """Return A [N]: each reward less its baseline, over a standard deviation. `groups` [N]: integer labels.
 
-    "group" divides by that of the group (GRPO, arXiv 2402.03300, section 4.1.2), "none" by 1 (Dr. GRPO, arXiv
-    2503.20783), "batch" by that of all centred rewards (REINFORCE++ with a baseline, arXiv 2501.03262; DLER). Groups
-    whose rewards are all equal have advantage 0 exactly, and do not count in the batch: their number must not change
-    the step of the others, as it would not with dynamic sampling. Standard deviations are the unbiased ones (n - 1).
+    Baseline "group" is the group's mean, "leave_one_out" the mean of the group's other responses (RLOO, arXiv
+    2402.14740), "none" is 0. Scale "group" divides by the standard deviation of the group's rewards (GRPO, arXiv
+    2402.03300, section 4.1.2), "none" by 1 (Dr. GRPO, arXiv 2503.20783), "batch" by that of all rewards less their
+    baselines (REINFORCE++ with a baseline, arXiv 2501.03262; DLER). Without a baseline "batch" subtracts the mean of
+    all rewards before it divides (REINFORCE++). Standard deviations are the unbiased ones (n - 1) plus `EPSILON`.
+
+    "batch" is over the responses of an RL step, each once. REINFORCE++ averages over their tokens, and DLER and
+    REINFORCE++ count groups whose rewards are all equal. Here those groups do not count: their number must not change
+    the step of the others, as it would not with dynamic sampling. They have advantage 0 exactly; without a baseline
+    only a batch whose rewards are all equal has.
 
     >>> advantages(torch.tensor([1., 0., 1., 1.]), torch.tensor([0, 0, 1, 1]), scale="group")
-    tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
+    tensor([ 0.7070, -0.7070,  0.0000,  0.0000])
     """
+    if baseline == "none":
+        if scale == "none":
+            return rewards
+        groups = torch.zeros_like(groups)
     _, label = torch.unique(groups, return_inverse=True)
     exact = rewards.double()
     count = torch.bincount(label)
@@ -61,16 +79,18 @@ def advantages(rewards: Tensor, groups: Tensor, *, scale: Literal["group", "batc
     mean = zeros.index_add(0, label, exact) / count
     lowest = zeros.scatter_reduce(0, label, exact, "amin", include_self=False)
     highest = zeros.scatter_reduce(0, label, exact, "amax", include_self=False)
-    # Not by a standard deviation of 0: the mean of equal numbers may be rounded, and 1e-17 / 1e-17 is 1.
+    # Not by a standard deviation of 0: the mean of equal numbers may be rounded.
     mixed = (highest > lowest)[label]
     centred = torch.where(mixed, exact - mean[label], 0.0)
+    if baseline == "leave_one_out":
+        centred = centred * (count / (count - 1).clamp(min=1))[label]
     if scale == "group":
         std = (zeros.index_add(0, label, centred**2) / (count - 1).clamp(min=1)).sqrt()[label]
     elif scale == "batch":
-        std = ((centred**2).sum() / (mixed.sum() - 1).clamp(min=1)).sqrt().expand_as(centred)
+        std = ((centred**2).sum() / (mixed.sum() - 1).clamp(min=1)).sqrt()
     else:
-        std = torch.ones_like(centred)
-    return torch.where(mixed, centred / torch.where(mixed, std, 1.0), 0.0).to(rewards.dtype)
+        return centred.to(rewards.dtype)
+    return (centred / (std + EPSILON)).to(rewards.dtype)
 
 
 def token_weights(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +13,10 @@ import torch
 from torch import Tensor
 
 from tltlab.arrays import Tokens
-from tltlab.errors import RunError
+from tltlab.errors import ConfigError, RunError
+from tltlab.files import found_in
+from tltlab.own import load_function, raised
+from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import TrainConfig
 
 from .advantages import advantages, shape_rewards, token_weights
@@ -27,7 +32,8 @@ class Sample:
 
     `logprobs` are the behaviour's as the engine returned them, N natural logarithms. `group` numbers its prompt;
     `truncated`: it ended at its cap. Tokens whose `from_tool` is 1 are a tool's: they are read, not trained on (empty:
-    there are none). `name` identifies it in messages. A rank that does not compute it has only its length.
+    there are none). `name` identifies it in messages. A rank that does not compute it has only its length. `terms` are
+    the values of the reward's terms, in the recipe's order; `advantage` is that of the user's own function.
     """
 
     prompt_token_ids: Sequence[int] | Tokens
@@ -38,6 +44,8 @@ class Sample:
     truncated: bool = False
     from_tool: Sequence[int] | npt.NDArray[np.int8] = ()
     name: str = "a response"
+    terms: Sequence[float] = ()
+    advantage: float | None = None
 
     @property
     def num_drawn(self) -> int:
@@ -65,34 +73,108 @@ class Sample:
 class TrainingValues:
     """Training values of N responses, [N] each: `lengths` in tokens, and `num_drawn`, those that a policy drew.
 
-    `counted` ones have a share in the means of their mini-batch; those of them that are `trained` are computed: without
-    an advantage a response has no gradient, except by a penalty for the distance to the reference.
+    `counted` ones have a share in the means of their mini-batch. Those of them that have an advantage and a drawn token
+    are `useful`. `trained` ones are computed: with a penalty for the distance to the reference, others too.
     """
 
     lengths: Tensor
     num_drawn: Tensor
     advantages: Tensor
     counted: Tensor
+    useful: Tensor
     trained: Tensor
 
     @classmethod
     def of(cls, samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int) -> TrainingValues:
         lengths = torch.tensor([len(s.token_ids) for s in samples])
         truncated = torch.tensor([s.truncated for s in samples], dtype=torch.bool)
-        rewards = shape_rewards(
-            torch.tensor([s.reward for s in samples], dtype=torch.float32),
-            lengths,
-            truncated,
-            overlong=config.overlong,
-            buffer=config.overlong_buffer,
-            max_response_tokens=max_response_tokens,
-        )
         groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
-        advantage = advantages(rewards, groups, scale=config.advantage_scale) if samples else rewards
+        own = [s.advantage for s in samples if s.advantage is not None]
+        advantage = torch.tensor(own, dtype=torch.float32)
+        if len(own) < len(samples):
+            rewards = shaped(samples, config, max_response_tokens)
+            advantage = advantages(rewards, groups, scale=config.advantage_scale, baseline=config.baseline)
         counted = ~truncated if config.overlong == "filter" else torch.ones(len(samples), dtype=torch.bool)
         num_drawn = torch.tensor([s.num_drawn for s in samples])
-        trained = (advantage.ne(0) | bool(config.kl_coef)) & counted & num_drawn.gt(0)
-        return cls(lengths=lengths, num_drawn=num_drawn, advantages=advantage, counted=counted, trained=trained)
+        computable = counted & num_drawn.gt(0)
+        useful = computable & advantage.ne(0)
+        trained = computable if config.kl_coef else useful
+        return cls(
+            lengths=lengths, num_drawn=num_drawn, advantages=advantage, counted=counted, useful=useful, trained=trained
+        )
+
+
+def shaped(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int) -> Tensor:
+    """Return the training rewards [N], float32, after `train.overlong` (`shape_rewards`)."""
+    return shape_rewards(
+        torch.tensor([s.reward for s in samples], dtype=torch.float32),
+        torch.tensor([len(s.token_ids) for s in samples]),
+        torch.tensor([s.truncated for s in samples], dtype=torch.bool),
+        overlong=config.overlong,
+        buffer=config.overlong_buffer,
+        max_response_tokens=max_response_tokens,
+    )
+
+
+def useful_groups(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int) -> set[int]:
+    """Return the groups that can train: one of their responses has an advantage and a share in the loss."""
+    useful = TrainingValues.of(samples, config, max_response_tokens).useful.tolist()
+    return {sample.group for sample, of_use in zip(samples, useful, strict=True) if of_use}
+
+
+class OwnAdvantage:
+    """The user's own advantages, by `train.advantage`, a `module:function` searched last in the recipe's `code`.
+
+    The function is called once an RL step, in the run's driver, as function(rewards, groups, lengths, truncated, terms)
+    on the N responses to train on: `rewards` [N] float32, after `train.overlong`; `groups` [N], labels of prompts;
+    `lengths` [N] in tokens; `truncated` [N], bool; `terms`, a mapping from the name of a reward term to its values [N].
+    It returns their advantages, a tensor [N] of finite floats. ConfigError where it cannot be imported or breaks that,
+    on a few made-up responses already here.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self._path = recipe, f"train.advantage {recipe.train.advantage}"
+        with found_in(recipe.code):
+            self._function = load_function(
+                str(recipe.train.advantage), self._path, "rewards, groups, lengths, truncated, terms"
+            )
+        num = 2 * recipe.rollout.group_size
+        self([
+            Sample(
+                prompt_token_ids=[0], token_ids=[0] * (1 + n % 3), logprobs=[], reward=float(n % 2), group=2 * n // num,
+                truncated=n % 3 == 2, terms=[float(n % 2)] * len(recipe.reward_terms),
+            )
+            for n in range(num)
+        ])  # fmt: skip
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples with their advantages."""
+        if not samples:
+            return []
+        rollout, labels = self._recipe.rollout, [term.label for term in self._recipe.reward_terms]
+        values = zip(*(sample.terms for sample in samples), strict=True)
+        arguments = (
+            shaped(samples, self._recipe.train, rollout.max_response_tokens),
+            torch.tensor([sample.group for sample in samples]),
+            torch.tensor([len(sample.token_ids) for sample in samples]),
+            torch.tensor([sample.truncated for sample in samples]),
+            {label: torch.tensor(each, dtype=torch.float32) for label, each in zip(labels, values, strict=True)},
+        )
+        # Standard output is for results.
+        with redirect_stdout(sys.stderr), found_in(self._recipe.code):
+            try:
+                found = self._function(*arguments)
+            except Exception as error:  # whatever a user's function raises
+                raise raised(error, self._path) from error
+        fault = f"a {type(found).__name__}"
+        if isinstance(found, Tensor):
+            fault = f"{found.dtype} {list(found.shape)}"
+            if found.is_floating_point() and found.shape == (len(samples),):
+                found = found.detach().float().cpu()
+                fault = "" if bool(found.isfinite().all()) else "NaN or infinity"
+        if fault:
+            raise ConfigError(f"{self._path} returned {fault}, not a tensor of finite floats, [{len(samples)}]")
+        return [replace(sample, advantage=value) for sample, value in zip(samples, found.tolist(), strict=True)]
 
 
 def check(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int, rl_step: int) -> str | None:
@@ -109,20 +191,23 @@ def check(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: i
                 "and nothing was trained on it: look for NaN in the model's weights, and at dtype and quantization in "
                 "rollout.vllm"
             )
-    values = TrainingValues.of(samples, config, max_response_tokens).advantages
-    if not bool(values.isfinite().all()):
-        sample = samples[int(values.isfinite().int().argmin())]
+    values = TrainingValues.of(samples, config, max_response_tokens)
+    finite = values.advantages.isfinite()
+    if not bool(finite.all()):
+        sample = samples[int(finite.int().argmin())]
         raise RunError(
             f"RL step {rl_step}: the advantage of {sample.name}, whose reward is {sample.reward:g}, is not finite with "
             f'train.advantage_scale = "{config.advantage_scale}", and nothing was trained on it: let the reward '
             "function give smaller numbers"
         )
-    if not samples or bool(values.any()):
+    if not samples or bool(values.useful.any()):
         return None
     rewards = {float(np.float32(sample.reward)) for sample in samples}
     same = f"all {len(samples)} rewards are {min(rewards):g}" if len(rewards) == 1 else "rewards of a prompt are equal"
-    moves = "train.kl_coef alone moves the weights" if config.kl_coef else "the weights stay as they are"
-    return f"{same}: no response has an advantage, and {moves}"
+    if not bool(values.counted.any()):
+        same = f"all {len(samples)} responses are truncated, and filtered out by train.overlong"
+    moves = "train.kl_coef alone moves the weights" if bool(values.trained.any()) else "the weights stay as they are"
+    return f"{same}: no response that counts has an advantage, and {moves}"
 
 
 def minibatches_of(num: int, config: TrainConfig, seed: int, rl_step: int) -> list[Tensor]:

@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerFast
 from bench.harness import Progress, Table, Text, peak_rss_bytes, shown
 from fakes.scripted import PROMPT_TOKENS, RANK, SCRIPTED, WRITER, DriverCase, Meter, scripted_actors, without_ray
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.rewards import Scored
 from tltlab.runtime.run import grpo
 
 
@@ -113,7 +114,7 @@ def _watch(run: grpo.GrpoRun, meter: Meter, stack: ExitStack) -> None:
         stack.enter_context(patch.object(owner, method, meter.wrapped(part, getattr(owner, method))))
     rewards = run.reward_pool.rewards
 
-    def counted(items: Sequence[Any]) -> list[float]:
+    def counted(items: Sequence[Any]) -> list[Scored]:
         with meter.part(SCRIPTED):
             meter.bytes["rewards"] += sum(len(pickle.dumps(item, protocol=5)) for item in items)
         return rewards(items)

@@ -79,6 +79,7 @@ CANNOT = [
     ("rollout.placement=silent:Order", ("silent", "ModuleNotFoundError")),
     ("reward=loud:rewards", ("loud", "'rewards'")),
     ("reward=silent:reward", ("silent", "ModuleNotFoundError")),
+    ("train.advantage=loud:advantage", ("train.advantage", "loud", "'advantage'")),
     ("data.train=gone.jsonl", ("data.train", "gone.jsonl")),
     ("data.heldout=/no/such/folder", ("data.heldout", "/no/such/folder")),
     ("data.train=", ("data.train",)),

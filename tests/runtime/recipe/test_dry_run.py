@@ -161,6 +161,18 @@ def test_minibatches_that_do_not_divide_are_warned_of(random_model, minibatches,
     assert all(fact in note for note in notes for fact in facts or ())
 
 
+@pytest.mark.parametrize(
+    ("sections", "facts"),
+    [
+        ({"train": {"steps": 3, "minibatches": 2, "warmup_steps": 7}}, ("train.warmup_steps = 7", " 6 ")),
+        ({"train": {"correction": "none"}, "rollout": {"top_p": 0.9}}, ("rollout.top_p = 0.9", "train.correction")),
+    ],
+)
+def test_settings_without_effect_are_said(random_model, sections, facts):
+    notes = plan_of(recipe(model=str(random_model), **sections)).notes
+    assert any(all(fact in note for fact in facts) for note in notes)
+
+
 def test_a_plan_is_json(random_model):
     plan = plan_of(recipe(model=str(random_model)))
     found = json.loads(json.dumps(plan.as_json(), allow_nan=False))

@@ -10,6 +10,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.policies.policy import load_policy
 from tltlab.runtime.recipe.recipe import load_recipe, located, resumed_recipe
+from tltlab.runtime.recipe.user_code import code_of
 
 RECIPE = """
 model = "m"
@@ -74,6 +75,17 @@ def written(path, text):
             (f"rollout.{name}=1 {NO_DEVICES}", (f"rollout.{name}", "cluster.placement", "train.correction"))
             for name in ("one_step_off", "staleness")
         ),
+        ("train.overlong_buffer=9", ("train.overlong_buffer", "'keep'", "'penalty'")),
+        ("reward=[]", ("reward",)),
+        ('reward=[{"path":"a:f"},{"path":"b:f"}]', ("reward", "2", "'f'")),
+        ('reward=[{"path":"a:f","name":"a/b"}]', ("reward", "name")),
+        ("train.sampling_term=d train.sampling_rounds=9", ("train.sampling_term", "'d'", "b")),
+        ("train.sampling_term=b", ("train.sampling_term", "train.sampling_rounds", "1")),
+        ("rollout.group_size=1", ("rollout.group_size", "1", "'group'")),
+        ("rollout.group_size=1 train.algorithm=rloo", ("rollout.group_size", "'leave_one_out'")),
+        ("train.baseline=leave_one_out", ("train.baseline", "train.advantage_scale", "'none'")),
+        ("train.algorithm=reinforce++ train.sampling_rounds=2", ("train.sampling_rounds", "train.baseline")),
+        ("train.advantage=a:b train.baseline=none", ("train.baseline", "train.advantage")),
         # All that is wrong is told at once.
         ("rollout.min_p=0.1 train.overlong_buffer=4096", ("rollout.min_p", "0.1", "train.overlong_buffer")),
         ('rollout.min_p=0.1 rollout.vllm={"x":NaN,"max_num_seqs":0}', ("rollout.vllm", "max_num_seqs", "0")),
@@ -105,6 +117,14 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path):
             path.write_bytes(data)
         with refused(ConfigError, naming=("r.toml", *facts)):
             load_recipe(path)
+
+
+def test_one_response_to_a_prompt_needs_no_group(tmp_path):
+    path = written(tmp_path / "r.toml", RECIPE)
+    for way in ("train.algorithm=reinforce++", "train.advantage=mine.of:f"):
+        recipe = load_recipe(path, ["rollout.group_size=1", way])
+        assert recipe.rollout.group_size == 1
+    assert list(code_of(recipe)) == ["a", "mine.of"]
 
 
 def test_a_run_continues_from_anywhere(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import RolloutTools
+from tltlab.runtime.rollout.rewards import Scored
 from tltlab.runtime.rollout.worker import enough
 from tltlab.runtime.run.data import rollouts_of
 
@@ -18,15 +19,15 @@ def prompts(num):
     return [Prompt(prompt_id=f"p{n}", text=f"text {n}", answer="", token_ids=[1, 10 + n, 5]) for n in range(num)]
 
 
-def recipe(rollout, train=None, model="none"):
+def recipe(rollout, train=None, model="none", reward="a:b"):
     return Recipe.model_validate(
-        {"model": str(model), "reward": "a:b", "data": {"train": "none"}, "rollout": rollout, "train": train or {}}
+        {"model": str(model), "reward": reward, "data": {"train": "none"}, "rollout": rollout, "train": train or {}}
     )
 
 
-def ways(rollout, num, train=None, model="none"):
+def ways(rollout, num, train=None, model="none", reward="a:b"):
     """How a recipe rolls out on `num` prompts."""
-    return rollouts_of(recipe(rollout, train, model), prompts(num), DataOrder(num, seed=0))
+    return rollouts_of(recipe(rollout, train, model, reward), prompts(num), DataOrder(num, seed=0))
 
 
 def resumed(first, second, folder):
@@ -51,8 +52,18 @@ def rolled(responses, duration_s=0.0, **more):
 
 def tools_of(generate, rl_step, share=lambda requests: [requests], **more):
     """Tools that pay nothing for a response and score none, unless `more` does."""
-    rest = {"rewards": lambda trajectories: [0.0] * len(trajectories), "score": _no_score, "policy_version": rl_step}
+    rest = {"rewards": paid(lambda _: 0.0), "score": _no_score, "policy_version": rl_step}
     return RolloutTools(generate=generate, share=share, rl_step=rl_step, **rest | more)
+
+
+def paid(reward):
+    """Rewards of trajectories by a function of one: the reward, or it and the values of its terms."""
+
+    def rewards(trajectories):
+        found = map(reward, trajectories)
+        return [Scored(*each) if isinstance(each, tuple) else Scored(each) for each in found]
+
+    return rewards
 
 
 def _no_score(pairs, *, distributions=False):
@@ -127,4 +138,4 @@ class ScriptedEngines:
 
     def tools(self, rl_step, reward=lambda _: 0.0, **more):
         self.version = rl_step
-        return tools_of(self.generate, rl_step, self.share, rewards=lambda them: list(map(reward, them)), **more)
+        return tools_of(self.generate, rl_step, self.share, rewards=paid(reward), **more)

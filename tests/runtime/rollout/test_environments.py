@@ -27,7 +27,7 @@ from tltlab.runtime.rollout.environments import (
 from tltlab.runtime.rollout.worker import EngineWorker
 from tltlab.runtime.trainer.samples import Sample
 
-from .scripted_engines import recipe, response, rolled, tools_of, ways
+from .scripted_engines import paid, recipe, response, rolled, tools_of, ways
 
 TOKENIZER = make_tokenizer(TASKS["calculator"])
 AT_ONCE = EnvironmentConfig(path="calculator", processes=0, max_turns=4)
@@ -233,9 +233,6 @@ def test_turns_become_one_response_with_model_tokens():
         text, left = [*r.prompt_token_ids, 8, *stops, *reply], r.max_response_tokens - 3
         return replace(r, key=(*r.key[:3], 1), prompt_token_ids=text, max_response_tokens=left)
 
-    def by_length(trajectories):
-        return [float(len(t.token_ids)) for t in trajectories]
-
     def generate(shares, number, quotas):
         said = {"token_ids": [8, *stops], "logprobs": [-1.0, -2.0]}
         parts = []
@@ -249,7 +246,9 @@ def test_turns_become_one_response_with_model_tokens():
     def halves(requests):
         return [requests[:2], requests[2:]]
 
-    got = ways(config, 2).collect(tools_of(generate, 0, halves, rewards=by_length, policy_version=5))
+    got = ways(config, 2).collect(
+        tools_of(generate, 0, halves, rewards=paid(lambda t: float(len(t.token_ids))), policy_version=5)
+    )
     (long,) = [t for t in got.trajectories if t.from_tool]
     assert (long.prompt.prompt_id, long.sample) == ("p0", 1)
     assert long.token_ids == array("i", [8, *stops, *reply, 8, *stops])

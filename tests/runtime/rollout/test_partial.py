@@ -29,7 +29,9 @@ def length(prompt_id, sample):
 
 
 def reward(trajectory):
-    return float(len(trajectory.token_ids))
+    """The sum of two terms, and the terms."""
+    num = float(len(trajectory.token_ids))
+    return num, (num + 1, -1.0)
 
 
 def made(max_age=None):

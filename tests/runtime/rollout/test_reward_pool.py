@@ -22,6 +22,7 @@ from tltlab.files import write_json
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe, located, resumed_recipe
 from tltlab.runtime.recipe.user_code import keep_code
 from tltlab.runtime.rollout.reward_pool import RewardPool
+from tltlab.runtime.rollout.rewards import Scored
 
 # The response says what the reward function does.
 MODULE = """
@@ -70,7 +71,8 @@ from tltlab.runtime.rollout.reward_pool import RewardPool
 # What a pool reads of a recipe, which takes long to import in every process.
 settings = SimpleNamespace(processes=PROCESSES, timeout_s=600, on_failure=0.0, memory_bytes=None)
 faults = SimpleNamespace(start_timeout_s=600)
-recipe = SimpleNamespace(reward_terms=[("pool_rewards:reward", 1.0)], code=(), reward_pool=settings, faults=faults)
+terms = [SimpleNamespace(path="pool_rewards:reward", weight=1.0, label="reward")]
+recipe = SimpleNamespace(reward_terms=terms, code=(), reward_pool=settings, faults=faults)
 
 def run():
     with RewardPool(recipe) as pool:
@@ -116,7 +118,7 @@ def test_a_reward_module_is_found_on_resume(processes, tmp_path, monkeypatch):
     )
     recipe = load_recipe("there/r.toml")
     with RewardPool(recipe) as pool:
-        assert pool.rewards([("", "abc", "")]) == [3.5]
+        assert of(pool, "abc") == [3.5]
     run = tmp_path / "run"
     keep_code(recipe.code, ["beside_reward"], run)
     write_json(run / "run.json", {"recipe": located(recipe).model_dump(mode="json")})
@@ -133,7 +135,7 @@ def test_a_reward_module_is_found_on_resume(processes, tmp_path, monkeypatch):
     again = resumed_recipe(run, (), ["beside_reward"])
     assert again.data.train == str(there / "t.jsonl")
     with RewardPool(again) as pool:
-        assert pool.rewards([("", "abc", "")]) == [3.5]
+        assert of(pool, "abc") == [3.5]
     keep_code(again.code, ["beside_reward"], run)
     assert (run / "code" / "beside_later.py").read_text() == "MORE = 0.5\n"
     assert sys.path == before
@@ -158,7 +160,7 @@ def pool(two_processes):
 
 
 def of(pool, *responses):
-    return pool.rewards([("a prompt", response, "an answer") for response in responses])
+    return [scored.reward for scored in pool.rewards([("a prompt", response, "an answer") for response in responses])]
 
 
 def test_rewards_come_in_the_order_of_the_responses(pool):
@@ -246,10 +248,24 @@ def test_without_processes_rewards_are_computed_here(folder, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_list_of_rewards_is_summed_by_weight(folder):
-    terms = [{"path": "pool_rewards:reward", "weight": -2.0}, {"path": "pool_rewards:half"}]
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_failed_term_leaves_the_others(folder, processes):
+    """Their sum is by weight, 2 x the length or -1, and 0.5; one that ends its process is found by itself."""
+    terms = [{"path": "pool_rewards:reward", "weight": 2.0, "name": "length"}, {"path": "pool_rewards:half"}]
+    responses = ["a", "raise", *["hang", "exit"][: 2 * processes]]
+    with RewardPool(recipe_of(processes, terms, timeout_s=2.0)) as pool:
+        found = pool.rewards([("", response, "") for response in responses])
+        failures = pool.take_failures()
+    assert found == [Scored(2.5, (1.0, 0.5)), *[Scored(-1.5, (-1.0, 0.5))] * (len(responses) - 1)]
+    assert len(failures) == len(responses) - 1
+    assert all(f"1 of {len(responses)} values of length" in failure for failure in failures)
+
+
+def test_a_sum_beyond_float32_is_a_failure(folder):
+    terms = [{"path": "pool_rewards:half", "weight": 1e39}, {"path": "pool_rewards:reward"}]
     with RewardPool(recipe_of(0, terms)) as pool:
-        assert of(pool, "a", "raise") == [-1.5, -1]
+        assert of(pool, "a") == [-1]
+        assert "float32" in pool.take_failures()[0]
 
 
 def test_reward_that_imports_here_alone_ends_run(folder):
@@ -309,7 +325,7 @@ def test_token_ids_are_decoded_as_the_tokenizer_does(folder, processes, tidy):
         responses = [array("i", [2, 3, 0]), array("i"), array("i", [1]), [2, 2]]
         texts = [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in responses]
         assert texts[0] == ("what?" if tidy else "what ?")
-        rewards = pool.rewards([("", ids, "") for ids in responses])
+        rewards = of(pool, *responses)
         assert rewards[:2] + rewards[3:] == [len(text) for i, text in enumerate(texts) if i != 2]
         assert (rewards[2] == 0) == bool(processes)
         assert not pool.take_failures()

@@ -70,6 +70,24 @@ def test_reward_that_truncation_takes_away_makes_no_difference(overlong, num_tra
     assert [t.truncated for t in got.trajectories] == [False, True][:num_trained]
 
 
+@pytest.mark.parametrize(("term", "trained"), [("right", ["p0"]), ("short", ["p1"]), (None, ["p0", "p1"])])
+def test_groups_are_judged_by_one_term_of_the_reward(term, trained):
+    """Of four prompts one differs in each term, one in both, whose sums are equal, and one in none."""
+    differs = {"p0": (1.0, 0.0), "p1": (0.0, 1.0), "p2": (1.0, -1.0), "p3": (0.0, 0.0)}
+
+    def reward(t):
+        terms = tuple(t.sample * each for each in differs[t.prompt.prompt_id])
+        return sum(terms), terms
+
+    engines = ScriptedEngines(1, lambda prompt, sample: 3)
+    terms = [{"path": "a:right"}, {"path": "a:b", "name": "short"}]
+    train = {"sampling_rounds": 4, "sampling_term": term}
+    rollouts = ways({"prompts_per_step": 4, "group_size": 2}, 4, train, reward=terms)
+    got = rollouts.collect(engines.tools(0, reward))
+    assert sorted({t.prompt.prompt_id for t in got.trajectories}) == trained
+    assert got.num_dropped == 4 - len(trained)
+
+
 def test_rounds_are_one_rollout_in_the_trace():
     """Iterations are numbered on, and times are since the first round began."""
     engines = ScriptedEngines(2, lambda prompt, sample: 5)

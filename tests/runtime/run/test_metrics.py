@@ -63,7 +63,7 @@ def test_a_steps_figures_are_those_of_its_rows():
     expected = {"rollout/bubble_fraction": 0.25, "rollout/tokens_per_s": 3.0, "recorder/share": 0.07 / 14}
     expected |= {"length/mean": 7.5, "length/max": 16, "length/truncated_fraction": 0.25}
     expected |= {f"length/p{p}": np.percentile(lengths, p) for p in (50, 90, 99)}
-    expected |= {"reward/mean": 0.5, "reward/std": np.std([1, 0, 1, 1]), "reward/mixed_groups": 0.5}
+    expected |= {"reward/mean": 0.5, "reward/std": np.std([1, 0, 1, 1])}
     expected |= {"time/rollout_s": 10.0, "time/train_s": 2.0, "time/step_s": 14.0}
     expected |= {"mismatch/kl": 0.001, "mismatch/abs": 0.02, "train/loss": -0.1, "train/drift_kl": 0.01}
     assert {name: found[name] for name in expected} == pytest.approx(expected)

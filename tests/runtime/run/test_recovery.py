@@ -8,7 +8,10 @@ import pytest
 
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
+from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.run import NullDrafting
+from tltlab.runtime.rollout.reward_pool import RewardPool
+from tltlab.runtime.rollout.rewards import Scored
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.runtime.run.data import RolloutsAhead
 from tltlab.runtime.run.grpo import GrpoRun, Recovery, RunActors
@@ -122,6 +125,28 @@ def test_an_evaluation_of_no_prompts_asks_no_engine(asked, default, tmp_path):
     run.actors = Actors(log)
     assert math.isnan(run.evaluate(asked))
     assert log == []
+
+
+def test_failures_of_an_evaluation_are_its_own(tmp_path):
+    """A later rollout took them for its own."""
+    (tmp_path / "failing_reward.py").write_text("def reward(prompt, response, answer): raise ValueError")
+    run, said = GrpoRun.__new__(GrpoRun), []
+    run.recipe = small_recipe(reward="failing_reward:reward", code=[str(tmp_path)], reward_pool={"processes": 0})
+    prompts = [Prompt(prompt_id=f"p{n}", text="", answer="", token_ids=[1]) for n in range(2)]
+    run.data, run.state, run.actors = SimpleNamespace(heldout=prompts), RunState(), Actors([])
+    run.pool = SimpleNamespace(evaluate=lambda requests: ["a response"] * len(requests))
+    run.reward_pool, run.events = RewardPool(run.recipe), SimpleNamespace(note=said.append)
+    run._ahead = RolloutsAhead(run.recipe, lambda rl_step: pytest.fail("nothing is rolled out"))
+    assert run.evaluate() == 0.0
+    assert ["evaluation" in each and "2 of 2" in each for each in said] == [True]
+    assert run.reward_pool.take_failures() == []
+
+
+def test_each_term_of_a_reward_has_a_mean():
+    run = GrpoRun.__new__(GrpoRun)
+    run.recipe = small_recipe(reward=[{"path": "a:right"}, {"path": "a:b", "name": "short"}])
+    run._scored = [Scored(3.0, (1.0, 2.0)), Scored(0.0, (0.0, 0.0))]
+    assert run._term_means() == {"reward/terms/right": 0.5, "reward/terms/short": 1.0}
 
 
 def test_a_repetition_that_does_not_count_is_reported(tmp_path):

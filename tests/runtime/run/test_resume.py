@@ -125,6 +125,9 @@ class Longest(Placement):
         tokens = [sum(history.get(request.key[1], [48])) for request in workload]
         order = sorted(range(len(workload)), key=lambda i: -tokens[i])
         return [order[w * len(order) // workers : (w + 1) * len(order) // workers] for w in range(workers)]
+
+def advantage(rewards, groups, lengths, truncated, terms):
+    return terms["reward"] - lengths / 48
 """
 
 
@@ -140,6 +143,7 @@ def test_run_with_own_parts_equals_unbroken_one(recipe_file, tmp_path, monkeypat
         'rollout.drafters={"echo":{"kind":"custom","path":"parts:Echo"}}',
         "rollout.policy=echo:4",
         "rollout.placement=parts:Longest",
+        "train.advantage=parts:advantage",
     )
     trace = tltlab.read(calm / "trace")
     assert set(trace.iterations["drafter"][trace.iterations["num_drafted"] > 0]) == {"echo"}

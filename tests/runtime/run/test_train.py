@@ -64,6 +64,7 @@ def test_rollouts_and_updates_are_what_is_recorded(run):
         assert abs(report.metrics["mismatch_kl"]) < 1e-6
         assert report.metrics["mismatch_abs"] < 1e-4
         assert 0 < report.recorder_s < report.rollout_s
+        assert report.measures["reward/mixed_groups"] == report.metrics["trained_responses"] / 16
     assert any(report.metrics["trained_responses"] > 0 and report.metrics["grad_norm"] > 0 for report in run[1])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tltlab.runtime.recipe.sections import TrainConfig
-from tltlab.runtime.trainer.advantages import advantages, shape_rewards, token_weights
+from tltlab.runtime.trainer.advantages import EPSILON, advantages, shape_rewards, token_weights
 from tltlab.runtime.trainer.losses import (
     Mismatch,
     correction_weights,
@@ -49,7 +49,7 @@ def loss_of(algorithm, data):
         torch.tensor(REWARDS), lengths, truncated,
         overlong=config.overlong, buffer=config.overlong_buffer, max_response_tokens=CAP,
     )  # fmt: skip
-    each = advantages(rewards, torch.tensor(GROUPS), scale=config.advantage_scale)
+    each = advantages(rewards, torch.tensor(GROUPS), scale=config.advantage_scale, baseline=config.baseline)
     weights = token_weights(
         lengths, torch.ones(6, dtype=torch.bool), aggregation=config.aggregation, max_response_tokens=CAP
     )
@@ -78,6 +78,11 @@ def group_rewards(i, rewards):
     return [r for r, g in zip(rewards, GROUPS, strict=True) if g == GROUPS[i]]
 
 
+def deviation(rewards):
+    """The unbiased standard deviation, and what TRL adds to it."""
+    return np.std(rewards, ddof=1) + EPSILON
+
+
 def tokens_of(data, i):
     return list(zip(data["new"][i], data["old"][i], data["engine"][i], strict=True))
 
@@ -87,7 +92,7 @@ def grpo(data):
     total = 0.0
     for i in range(6):
         mine = group_rewards(i, REWARDS)
-        advantage = (REWARDS[i] - np.mean(mine)) / np.std(mine, ddof=1)
+        advantage = (REWARDS[i] - np.mean(mine)) / deviation(mine)
         inner = 0.0
         for (new, old, engine), ref in zip(tokens_of(data, i), data["ref"][i], strict=True):
             k3 = math.exp(ref - new) - (ref - new) - 1
@@ -115,7 +120,7 @@ def dapo(data):
     total = 0.0
     for i in range(6):
         mine = group_rewards(i, shaped)
-        advantage = (shaped[i] - np.mean(mine)) / np.std(mine, ddof=1)
+        advantage = (shaped[i] - np.mean(mine)) / deviation(mine)
         total += sum(surrogate(*token, advantage, 0.2, 0.28) for token in tokens_of(data, i))
     return -total / sum(LENGTHS)
 
@@ -124,12 +129,40 @@ def dler(data):
     """arXiv 2510.15110: a truncated response gets 0; centred in the group, scaled over the batch."""
     shaped = [0.0 if cut else reward for reward, cut in zip(REWARDS, TRUNCATED, strict=True)]
     centred = [shaped[i] - np.mean(group_rewards(i, shaped)) for i in range(6)]
-    scaled = [(a - np.mean(centred)) / np.std(centred, ddof=1) for a in centred]
+    scaled = [(a - np.mean(centred)) / deviation(centred) for a in centred]
     total = sum(surrogate(*token, scaled[i], 0.2, 0.28) for i in range(6) for token in tokens_of(data, i))
     return -total / sum(LENGTHS)
 
 
-FORMULAS = {"grpo": grpo, "dr-grpo": dr_grpo, "dapo": dapo, "dler": dler}
+def rloo(data):
+    """arXiv 2402.14740, section 2: whole responses, each against the mean of the others; over the cap, as dr_grpo."""
+    total = 0.0
+    for i in range(6):
+        mine = group_rewards(i, REWARDS)
+        advantage = REWARDS[i] - (sum(mine) - REWARDS[i]) / (len(mine) - 1)
+        total += sum(surrogate(*token, advantage, 0.2, 0.2) for token in tokens_of(data, i))
+    return -total / (6 * CAP)
+
+
+def reinforce_pp(data):
+    """arXiv 2501.03262: rewards normalised over the batch, here each once, whatever their prompt."""
+    scaled = [(r - np.mean(REWARDS)) / deviation(REWARDS) for r in REWARDS]
+    total = sum(surrogate(*token, scaled[i], 0.2, 0.2) for i in range(6) for token in tokens_of(data, i))
+    return -total / sum(LENGTHS)
+
+
+def reinforce_pp_baseline(data):
+    """The same less the mean of a prompt's responses, which is subtracted first."""
+    centred = [REWARDS[i] - np.mean(group_rewards(i, REWARDS)) for i in range(6)]
+    scaled = [(a - np.mean(centred)) / deviation(centred) for a in centred]
+    total = sum(surrogate(*token, scaled[i], 0.2, 0.2) for i in range(6) for token in tokens_of(data, i))
+    return -total / sum(LENGTHS)
+
+
+FORMULAS = {
+    "grpo": grpo, "dr-grpo": dr_grpo, "dapo": dapo, "dler": dler, "rloo": rloo, "reinforce++": reinforce_pp,
+    "reinforce++-baseline": reinforce_pp_baseline,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "formula"), FORMULAS.items(), ids=FORMULAS)
@@ -164,7 +197,7 @@ def test_a_group_of_equal_rewards_has_no_advantage():
         assert advantages(rewards, groups, scale=scale).abs().max() == 0
     rewards, groups = torch.tensor([1.0, 0.0, 3.0, 0.0, 2.0, 2.0]), torch.tensor([0, 0, 1, 1, 2, 2])
     mixed = advantages(rewards[:4], groups[:4], scale="batch").tolist()
-    assert mixed == pytest.approx((np.array([0.5, -0.5, 1.5, -1.5]) / np.std([0.5, -0.5, 1.5, -1.5], ddof=1)).tolist())
+    assert mixed == pytest.approx((np.array([0.5, -0.5, 1.5, -1.5]) / deviation([0.5, -0.5, 1.5, -1.5])).tolist())
     assert advantages(rewards, groups, scale="batch").tolist() == [*mixed, 0.0, 0.0]
 
 

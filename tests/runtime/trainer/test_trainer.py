@@ -68,11 +68,11 @@ class Plain:
     def learn(self, sample, num_tokens):
         """Add the gradient of the tokens that a policy drew, of all `num_tokens`; returns their log-probs.
 
-        Two of four have reward 1: the mean is 1/2 and the standard deviation sqrt(4 * 1/4 / 3).
+        Two of four have reward 1: the mean is 1/2 and the standard deviation sqrt(4 * 1/4 / 3) + 1e-4.
         """
         drawn = sample.drawn()
         logp = exact_logprobs(self.model, sample)[drawn]
-        advantage = (sample.reward - 0.5) / (1 / 3) ** 0.5
+        advantage = (sample.reward - 0.5) / ((1 / 3) ** 0.5 + 1e-4)
         correction = (logp.detach() - torch.tensor(sample.logprobs)[drawn]).exp().clamp(max=2.0)
         (-(correction * (logp - logp.detach()).exp() * advantage).sum() / num_tokens).backward()
         return logp.detach()
