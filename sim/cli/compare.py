@@ -10,7 +10,7 @@ import typer
 from tltlab.charts import FORMATS, save_figure
 from tltlab.console import AllowCode, Json, emit, json_rows, made_by
 from tltlab.errors import ConfigError, RunError
-from tltlab.files import check_writable, write_file, write_json
+from tltlab.files import write_file, write_json
 from tltlab.importers.sources import read
 from tltlab.options import Option, Without, command, to_json
 from tltlab.own import code_allowed
@@ -44,7 +44,7 @@ def compare(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write .json (for `tltlab report`), .csv, or a picture."),
+        typer.Option(help="Write .json (for `tltlab report`), .csv, or a picture; an interrupted comparison goes on."),
     ] = None,
     allow_code: AllowCode = None,
     as_json: Json = False,
@@ -52,20 +52,20 @@ def compare(
     """Compare policies, or systems from the literature, on the same responses; lists of values make a grid.
 
     Ratios have paired 95 % intervals over RL steps; regret is to a clairvoyant bound. On a grid, such as --workers 4,8
-    --acceptance 0.5,0.7, speed-ups are over plain decoding at the same point.
+    --acceptance 0.5,0.7, speed-ups are over plain decoding at the same point. With --out each finished cell is kept in
+    OUT.cells until all are done: the same command continues where it was interrupted, also with more values.
 
     Example: tltlab compare traces/tiny --systems all --stages cpu-small
     """
-    if out is not None:
-        if out.suffix not in _ENDINGS:
-            raise ConfigError(f"--out {out}: name a file that ends in {', '.join(_ENDINGS)}")
-        check_writable(out)
+    if out is not None and (out.is_dir() or out.suffix not in _ENDINGS):
+        raise ConfigError(f"--out {out}: name a file that ends in {', '.join(_ENDINGS)}")
     source = read(trace)
+    journal = None if out is None else out.with_name(f"{out.name}.cells")
     with code_allowed(allow_code or ()), counting():
         chosen = None if systems is not None and policies is None else named_policies(policies or POLICIES)
         if systems is None and chosen is not None and len(chosen) < 2 and not config.axes:
             raise ConfigError(f"--policies {policies!r}: give at least two to compare, or a list for an option")
-        found = run(source, chosen, config, systems=systems)
+        found = run(source, chosen, config, systems=systems, journal=journal)
     share, rows = logged_share(source), json_rows(found)
     names = ("axes", "baseline", "num_rl_steps", "num_rl_steps_of", "num_workers", "num_gpus", "evidence",
              "outside_calibration", "costs", "acceptance", "failed")  # fmt: skip
@@ -91,3 +91,5 @@ def compare(
     emit(result, as_json=as_json, text="\n".join([*lines, *([] if out is None else [f"wrote {out}"])]))
     if found.attrs["failed"]:
         raise RunError(f"{len(found.attrs['failed'])} cells failed: {', '.join(found.attrs['failed'])}")
+    if journal is not None:
+        journal.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from tltlab.console import Json, emit, made_by, progress, progress_bar
+from tltlab.errors import ConfigError
 from tltlab.files import check_writable
 from tltlab.importers.sources import read
 from tltlab.options import Option, Without, command, to_json
@@ -25,16 +26,23 @@ def tune(
     traces: Annotated[list[Path], typer.Argument(help="Traces or RUN folders; with several, tuned on all of them.")],
     config: Annotated[TuneConfig, Without("mode", "spot", jobs=Option(default=None))],
     out: Annotated[Path, typer.Option(help="Where the policy file goes.")],
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the trials that an interrupted tune left in OUT.trials.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Find a policy for a trace in simulation, judge it on RL steps held out, and report whether it was worth it.
 
     `simulate` and `train` take the file, export-policy turns it into settings of plain vLLM. Costs and acceptance are
     taken as right on all RL steps; `calibrate` and `verify` test whether they are.
+    Until all is done the trials' scores are in OUT.trials.
 
     Example: tltlab tune traces/subset-sum-small --out policy.json --trials 20
     """
     check_writable(out)
+    journal = out.with_name(out.name + ".trials")
+    if journal.exists() and not resume:
+        raise ConfigError(f"{journal} has the trials of an interrupted tune: continue with --resume, or remove it")
     sources = [read(path) for path in traces]
     progress(f"tuning on {', '.join(str(s.manifest.name or p) for s, p in zip(sources, traces, strict=True))}")
     origin = made_by("numpy", "scipy", "simpy", "optuna") | {"paths": [str(path) for path in traces]}
@@ -48,6 +56,9 @@ def tune(
             showing.close()
             return showing.enter_context(progress_bar("trials", config.trials))
 
-        result = run(sources, config, provenance=origin, done=lambda part: trials()(part), on_stage=progress)
+        result = run(
+            sources, config, provenance=origin, done=lambda part: trials()(part), on_stage=progress, journal=journal
+        )
     result.policy.write(out)
+    journal.unlink(missing_ok=True)
     emit(result.json(str(out)) | {"settings": to_json(config)}, as_json=as_json, text=tuning_text(result, out))

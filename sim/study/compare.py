@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
@@ -13,7 +15,7 @@ from tltlab.costs.load import load_stages
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
-from tltlab.options import Option, check
+from tltlab.options import Option, check, to_json
 from tltlab.own import split
 from tltlab.planning.composition import System
 from tltlab.planning.systems import find_systems
@@ -27,7 +29,7 @@ from tltlab.traces.trace import Trace
 from .logged import LoggedRun
 from .reduce import Comparison, compared, comparison, intervals_of
 from .sample import Scenarios, samples, small
-from .study import Cell, Study
+from .study import Cell, Journal, Study
 from .systems import bind_all, system_cell
 
 POLICIES = "none,table,beg-mab,adaptive"
@@ -123,6 +125,7 @@ def compare(
     *,
     systems: str | Sequence[str | System] | None = None,
     baseline: str | None = None,
+    journal: Path | None = None,
     **settings: Any,
 ) -> Comparison:
     """Compare policies, or `systems` from the literature, on the same responses with common random numbers.
@@ -145,7 +148,8 @@ def compare(
     missing) and `source`. The acceptance of a grid over it is the column `granted`.
 
     A step's repeats are averaged before resampling, since they share its lengths. Where `rl_steps` are left open in a
-    trace of more than 24, a sample is simulated (`tltlab.sim.study.sample`), of each point its own.
+    trace of more than 24, a sample is simulated (`tltlab.sim.study.sample`), of each point its own. `journal` is a file
+    in which finished cells are kept, from which an interrupted comparison continues.
 
     `attrs` has `axes`, `baseline`, `num_rl_steps` of the trace's `num_rl_steps_of`, `num_workers`, `num_gpus`, the
     names of `costs` and `acceptance`, `evidence` (`Scenario.evidence`), of the baseline and the fastest the largest
@@ -172,6 +176,13 @@ def compare(
     points = [
         _Point.of(source, each, axes=at, chosen=chosen, systems=found, asked=config) for at, each in config.points()
     ]
+    kept = None
+    if journal is not None:
+        about = [source.num_rows("outcomes"), int(source.outcomes["response_tokens"].sum()), found is not None]
+        asked = {name: value for name, value in to_json(config).items() if value is not None and name not in axes}
+        policies_json = {name: policy.model_dump(mode="json") for name, policy in chosen.items()}
+        asked.pop("jobs", None)
+        kept = Journal(path=journal, question=json.dumps([*about, asked, policies_json], sort_keys=True))
     rows_of: dict[int, list[dict[str, Any]]] = {}
     attrs: dict[str, Any] = {}
     failed: dict[str, str] = {}
@@ -180,7 +191,7 @@ def compare(
     for rl_steps in samples(source.rl_steps) if named is None else [list(named)]:
         cells = {at: list(points[at].cells(rl_steps)) for at in pending}
         study = Study(cells=[cell for each in cells.values() for cell in each], jobs=config.jobs)
-        table, first, again = study.table(), 0, []
+        table, first, again = study.table(kept), 0, []
         for at in pending:
             part = table[table["cell"].between(first, first + len(cells[at]) - 1)]
             first += len(cells[at])

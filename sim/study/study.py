@@ -24,11 +24,13 @@ four, drafters and acceptance:
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,8 @@ import pandas as pd
 
 from tltlab.arrays import Floats
 from tltlab.costs.stages import StageCosts
-from tltlab.errors import ConfigError, TltlabError, one_line
+from tltlab.errors import ConfigError, InputError, TltlabError, one_line
+from tltlab.files import parse_json
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.policies.policy import Policy
 from tltlab.sim.rl_steps import Colocated, RunResult, Topology, run_steps
@@ -163,13 +166,13 @@ class Study:
     details: bool = True
     jobs: int | None = 1
 
-    def table(self) -> pd.DataFrame:
+    def table(self, journal: Journal | None = None) -> pd.DataFrame:
         """Simulate every cell; return the rows of all, in their order.
 
-        A cell that raises keeps the rows of the others: `attrs["failed"]` has its message by label. Raises the first
-        error where every cell fails, and ConfigError, before anything is simulated, for a drafter that has no
-        acceptance and for one model that would serve drafters of different kinds, in a cell or in cells of one
-        scenario.
+        With a `journal` a finished cell is written to it, and one that is there is not simulated again. A cell that
+        raises keeps the rows of the others: `attrs["failed"]` has its message by label. Raises the first error where
+        every cell fails, and ConfigError, before anything is simulated, for a drafter that has no acceptance and for
+        one model that would serve drafters of different kinds, in a cell or in cells of one scenario.
         """
         policies: dict[int, list[Policy]] = {}
         for cell in self.cells:
@@ -177,11 +180,12 @@ class Study:
             policies.setdefault(id(cell.scenario), []).append(cell.policy)
         for scenario in {id(cell.scenario): cell.scenario for cell in self.cells}.values():
             scenario.check_acceptance(policies[id(scenario)])
-        found: dict[int, list[Row]] = {}
+        journal, keys = journal or Journal(), [_key(cell) for cell in self.cells]
+        found: dict[int, list[Row]] = {at: journal.known[key] for at, key in enumerate(keys) if key in journal.known}
         failed: dict[str, TltlabError] = {}
         # The longest begin first: the last to end then ends about when the others do.
         seconds = [cell.expected_s for cell in self.cells]
-        order = sorted(range(len(self.cells)), key=lambda at: -seconds[at])
+        order = sorted(set(range(len(self.cells))) - found.keys(), key=lambda at: -seconds[at])
         tasks = [partial(_simulated, _Once(self.cells[at]), self.details) for at in order]
         results = side_by_side(tasks, jobs=self.jobs, expected_s=[seconds[at] for at in order])
         for at, result in zip(order, results, strict=True):
@@ -189,6 +193,7 @@ class Study:
                 failed[self.cells[at].label] = result
                 continue
             found[at] = result
+            journal.add(keys[at], result)
         if failed and not found:
             raise next(iter(failed.values()))
         rows = [row for at in range(len(self.cells)) for row in self._labelled(at, found.get(at, ()))]
@@ -261,6 +266,59 @@ def _pickled(scenario: Scenario) -> bytes:
             _PICKLED.pop(next(iter(_PICKLED)))
         _PICKLED[id(scenario)] = scenario, bytes(dumps(scenario))
     return _PICKLED[id(scenario)][1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Journal:
+    """Results by key, in a file so that interrupted work continues, also with more of it.
+
+    `question` stands for all that the results depend on beside their keys. Nothing is written without a `path`. Raises
+    ConfigError for a file of another question.
+    """
+
+    path: Path | None = None
+    question: str = ""
+
+    @cached_property
+    def known(self) -> dict[str, Any]:
+        """Results by key; a last line that was cut off is ignored."""
+        if self.path is None or not self.path.exists():
+            self._append(self.question)
+            return {}
+        try:
+            text = self.path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise InputError(f"cannot read {self.path}: {error.strerror}") from error
+        head, *lines = text.splitlines(keepends=True) or [""]
+        if head.rstrip("\n") != self.question:
+            raise ConfigError(
+                f"{self.path} is of another question (trace, settings or policies): delete it, or name another --out"
+            )
+        if lines and not lines[-1].endswith("\n"):
+            self.path.write_text(head + "".join(lines[:-1]), encoding="utf-8")
+            lines = lines[:-1]
+        return dict(parse_json(line) for line in lines)
+
+    def add(self, key: str, result: Any) -> None:
+        """Write a result."""
+        self.known[key] = result
+        if self.path is not None:
+            self._append(json.dumps([key, result]))
+
+    def _append(self, line: str) -> None:
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror}") from error
+
+
+def _key(cell: Cell) -> str:
+    rl_steps = [step.rl_step for step in cell.scenario.steps]
+    return json.dumps([cell.name, dict(cell.axes), cell.scenario.seed, rl_steps], sort_keys=True, default=str)
 
 
 def makespans_of(table: pd.DataFrame) -> dict[int, Floats]:

@@ -21,6 +21,7 @@ from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.selector import SelectorSpec
 from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
 from tltlab.sim.scenario import Scenario
+from tltlab.sim.study.study import Journal
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .cases import ExpectedIteration, batch_times
@@ -210,6 +211,7 @@ def search(
     trials: int,
     seed: int,
     done: Callable[[str], None] = lambda trial: None,
+    journal: Journal,
 ) -> list[Trial]:
     """Optuna's TPE over a policy's settings, its present ones first. Return the trials, the best one first.
 
@@ -217,7 +219,9 @@ def search(
 
     No more than `trials` combinations are all tried instead.
 
-    Four trials are asked for at a time, however many processes score them: the numbers do not depend on that.
+    Four trials are asked for at a time, however many processes score them: the numbers do not depend on that. Nor on
+    an interruption: scores are kept in `journal` by policy, and trials whose policy is there are asked for again, so
+    that the sampler is where it was, and not scored again.
     """
     import optuna
 
@@ -234,7 +238,7 @@ def search(
             study.enqueue_trial(dict(zip(choices, values, strict=True)))
     else:
         study.enqueue_trial({name: _nearest(first[name], values) for name, values in choices.items() if name in first})
-    scores: dict[str, float] = {}
+    scores: dict[str, float] = journal.known
     finished: list[Trial] = []
     for begin in range(0, trials, _TRIALS_AT_ONCE):
         open_trials = [study.ask() for _ in range(min(_TRIALS_AT_ONCE, trials - begin))]
@@ -242,7 +246,8 @@ def search(
         policies = [space.policy(combination) for combination in settings]
         keys = [policy.model_dump_json() for policy in policies]
         new = {key: p for key, p in zip(keys, policies, strict=True) if key not in scores}
-        scores |= score(new) if new else {}
+        for key, value in (score(new) if new else {}).items():
+            journal.add(key, value)
         for trial, chosen, policy, key in zip(open_trials, settings, policies, keys, strict=True):
             study.tell(trial, scores[key])
             finished.append(Trial(settings=chosen, policy=policy, score=scores[key], number=trial.number))

@@ -8,6 +8,7 @@ that were held out.
 
 from __future__ import annotations
 
+import hashlib
 import html
 import math
 import time
@@ -35,7 +36,7 @@ from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import DEPTHS, Scenario, policy_name
 from tltlab.sim.study.band import Band, Effect, InputErrors, Source, at_range_ends, effect, of_steps, with_overhead
 from tltlab.sim.study.sample import ALL_OF, FIRST, small, spread
-from tltlab.sim.study.study import Cell, Study
+from tltlab.sim.study.study import Cell, Journal, Study
 from tltlab.stats import Interval, finite, paired_interval
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
@@ -416,12 +417,14 @@ def tune(
     provenance: Mapping[str, Any] | None = None,
     done: Callable[[str], None] = lambda trial: None,
     on_stage: Callable[[str], None] = lambda stage: None,
+    journal: Path | None = None,
     **settings: Any,
 ) -> TuneResult:
     """Search the fastest policy on some RL steps of the traces (or their paths), and judge it on the others.
 
     `settings` are fields of `TuneConfig` that replace those of `config`. `provenance` is written into the policy over
-    what is found here; `done` receives each of the bandit's trials, `on_stage` each stage. Raises ConfigError
+    what is found here; `done` receives each of the bandit's trials, `on_stage` each stage. `journal` is a file of
+    the trials: an interrupted tuning that is called again with it continues with the same result. Raises ConfigError
     for a trace with fewer than two RL steps, a missing acceptance, and where no policy is possible.
     """
     config = config.changed(settings, tune)
@@ -498,9 +501,14 @@ def tune(
         def score(new: Mapping[str, Policy]) -> dict[str, float]:
             return {n: mean_s(seconds) for n, seconds in part.makespans(new, mode=mode, seeds=seeds[:1]).items()}
 
+        fluid_scores = sorted((name, f"{value:.9g}") for name, value in searched.items())
+        question = hashlib.sha256(repr([fluid_scores, seeds, config.max_buckets, config.search]).encode()).hexdigest()
+        scored = Journal(path=journal, question=question)
         for name, space in spaces.items():
             on_stage(f"{config.trials} settings of {name} in {mode} mode")
-            found[name] = search(space, score, trials=config.trials, seed=config.seed, done=done)
+            found[name] = search(
+                space, score, trials=config.trials, seed=config.seed, done=done, journal=scored
+            )  # fmt: skip
         runners = {str(trial.policy): trial.policy for tried in found.values() for trial in _racers(tried)}
         on_stage(f"{len(runners)} of these settings race in sampled mode")
         raced = tuning.race(runners, seeds=seeds, seed=config.seed)

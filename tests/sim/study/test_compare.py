@@ -18,6 +18,7 @@ from tltlab.calibration.api import calibrate
 from tltlab.costs.deployment import Deployment
 from tltlab.errors import TraceError
 from tltlab.lengths.generate import log_normal
+from tltlab.sim.study.jobs import counted
 from tltlab.sim.study.study import Cell
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
@@ -136,6 +137,31 @@ def test_heat_maps_have_panels_or_rows_of_policies():
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("workers", "acceptance")
     (axes,) = compare(FRAME, "ngram:4", **GRID | {"acceptance": "0.8"}).plot().axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["none", "ngram:4"]
+
+
+def test_an_interrupted_comparison_continues_with_more_values(tmp_path, monkeypatch):
+    journal, simulated = tmp_path / "deep" / "s.cells", []
+    rows = Cell.rows
+    monkeypatch.setattr(Cell, "rows", lambda cell: (simulated.append(cell.label), rows(cell))[1])
+
+    def twice():
+        if len(simulated) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), counted(twice):
+        compare(FRAME, "ngram:4", **GRID, journal=journal)
+    with journal.open("a") as file:
+        file.write('["half a li')  # as a killed process leaves it
+    more = GRID | {"workers": [1, 2, 3]}
+    expected = compare(FRAME, "ngram:4", **more)
+    for again in (len(expected) - 2, 0):
+        simulated.clear()
+        found = compare(FRAME, "ngram:4", **more, journal=journal)
+        assert (found.equals(expected), found.attrs, len(simulated)) == (True, expected.attrs, again)
+    others = {"policies": "ngram:8"}, {"systems": "verl"}, {"policies": "ngram:4", "seed": 1}
+    for other in others:
+        with refused(ConfigError, naming=(journal,)):
+            compare(FRAME, **more, journal=journal, **other)
 
 
 def test_workers_get_copies_of_a_selector():

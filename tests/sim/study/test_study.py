@@ -12,6 +12,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab import ConfigError, compare, load_policy, simulate
+from tltlab.errors import InputError
 from tltlab.importers.sources import read
 from tltlab.planning.systems import find_systems
 from tltlab.sim.config import SimulationConfig
@@ -19,7 +20,7 @@ from tltlab.sim.scenario import Scenario
 from tltlab.sim.study import compare as comparisons
 from tltlab.sim.study import study as studies
 from tltlab.sim.study.sample import Scenarios
-from tltlab.sim.study.study import COLUMNS, SIMULATED, Cell, Study
+from tltlab.sim.study.study import COLUMNS, SIMULATED, Cell, Journal, Study
 from tltlab.sim.study.systems import bind_all, system_cell
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -98,11 +99,18 @@ def failing(calls):
     )
 
 
-def test_a_cell_that_raises_keeps_the_others():
-    found = Study(cells=cells(none="none", late=failing(200), text="ngram:4")).table()
+def test_a_cell_that_raises_keeps_the_others(tmp_path):
+    journal = Journal(path=tmp_path / "cells", question="same")
+    found = Study(cells=cells(none="none", late=failing(200), text="ngram:4")).table(journal)
     assert found["cell"].tolist() == [0, 0, 2, 2]
     (label,) = found.attrs["failed"]
     assert (label, "\n" in found.attrs["failed"]["late"]) == ("late", False)
+    assert len(journal.path.read_text().splitlines()) == 3
+    mended = Study(cells=cells(none="none", late="none", text="ngram:4")).table(
+        Journal(path=journal.path, question="same")
+    )
+    assert mended[mended["policy"] != "late"]["makespan_s"].tolist() == found["makespan_s"].tolist()
+    assert mended.attrs["failed"] == {}
     with refused(ConfigError):
         Study(cells=cells(late=failing(200))).table()
 
@@ -127,6 +135,7 @@ def test_the_command_fails_with_a_failed_cell(late, tmp_path, capsys):
     result = json.loads(shown)
     assert result == json.loads((tmp_path / "found.json").read_text())
     assert ([row["policy"] for row in result["rows"]], list(result["failed"])) == (["none"], [late])
+    assert (tmp_path / "found.json.cells").exists(), "the finished cells are kept"
     code, shown, _ = typed(capsys, *asked[:-2], f"{late},none", "--allow-code", late.partition(":")[0])
     assert (code, f"failed: {late}: " in shown, "nan" in shown) == (1, True, False)
 
@@ -140,7 +149,11 @@ def test_failures_at_points_that_need_no_more_steps_are_kept(late, monkeypatch):
     assert list(found.attrs["failed"]) == ["own, workers 1", "own, workers 2"]
 
 
-def test_a_file_that_cannot_be_written_is_refused(tmp_path, capsys):
+def test_a_journal_that_cannot_be_written_is_refused(tmp_path, capsys):
+    (tmp_path / "cells").mkdir()
     (tmp_path / "file").write_text("")
+    for path in (tmp_path / "cells", tmp_path / "file" / "cells"):
+        with refused(InputError, naming=(path,)):
+            Study(cells=cells(none="none")).table(Journal(path=path, question="same"))
     code, _, said = typed(capsys, "compare", TINY, "--policies", "none,table", "--out", tmp_path / "file" / "s.csv")
     assert (code, len(said.splitlines())) == (2, 1)

@@ -434,15 +434,65 @@ def test_the_command_refuses_before_it_works(tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
-def test_the_command_writes_the_policy(tmp_path, capsys):
-    out = tmp_path / "policy.json"
+def test_interrupted_tuning_finds_what_it_would_have_found(tmp_path):
+    journal, settings = tmp_path / "new" / "policy.json.trials", SMALL | {"trials": 9, "repeats": 1, "depths": (4,)}
+    whole = tune(SHORT, **settings)
+
+    def interrupted(trial):
+        heard.append(trial)
+        if len(heard) == 6:
+            raise KeyboardInterrupt
+
+    heard = []
+    with pytest.raises(KeyboardInterrupt):
+        tune(SHORT, **settings, journal=journal, done=interrupted)
+    with journal.open("a") as file:
+        file.write('["half')
+    scored = []
+    makespans = TuningCases.makespans
+
+    def counted(self, policies, **options):
+        scored.append(len(policies))
+        return makespans(self, policies, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TuningCases, "makespans", counted)
+        resumed = tune(SHORT, **settings, journal=journal)
+        again, scored[:] = sum(scored), []
+        tune(SHORT, **settings)
+    assert resumed.trials == whole.trials
+    assert resumed.candidates == whole.candidates
+    assert 6 <= sum(scored) - again <= 8
+    assert [trial.number for trial in sorted(whole.trials, key=lambda t: t.number)] == list(range(9))
+    with refused(ConfigError):
+        tune(SHORT, **settings | {"acceptance": "geometric:0.6"}, journal=journal)
+
+
+def test_the_command_resumes_and_writes_policy(tmp_path, capsys):
+    out, journal = tmp_path / "policy.json", tmp_path / "policy.json.trials"
     args = ("tune", TINY, "--out", out, "--trials", 2, "--repeats", 1, "--depths", 4, "--max-buckets", 2)
-    code, shown, _ = typed(capsys, *args, "--json")
+    journal.write_text("another\n")
+    for options, message in (((), "--resume"), (("--resume",), "--out")):
+        code, _, told = typed(capsys, *args, *options)
+        assert (code, message in told) == (2, True)
+    journal.unlink()
+    code, shown, _ = typed(capsys, *args, "--resume", "--json")
     told = json.loads(shown)
     assert code == 0
-    keys = "policy name worth_it buckets placement_gain bound_s tuned_on judged_on trials wall_s"
-    assert set(keys.split()) <= set(told)
+    assert {
+        "policy",
+        "name",
+        "worth_it",
+        "buckets",
+        "placement_gain",
+        "bound_s",
+        "tuned_on",
+        "judged_on",
+        "trials",
+        "wall_s",
+    } <= set(told)
     assert {"makespan_s", "ratio", "ratio_low", "ratio_high", "regret", "acceptance"} <= set(told["candidates"][0])
     policy = load_policy(out)
     assert (policy.provenance["trials"], policy.provenance["verdict"]) == (2, told["verdict"])
     assert simulate(read(TINY), out, placement="recorded").makespan_s > 0
+    assert not journal.exists()
