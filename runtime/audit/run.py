@@ -21,7 +21,7 @@ from scipy.stats import chi2, ncx2
 from tltlab.arrays import Array, Floats, Ints
 from tltlab.console import table
 from tltlab.drafters.base import Key
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import AcceptanceBudgetSpec, Policy, load_policy
 from tltlab.policies.specs import ExploreSpec, FixedSpec
@@ -382,6 +382,8 @@ class AuditedDrafter:
         specs: dict[str, DrafterSpec] = dict(DEFAULT_DRAFTERS)
         if self.method:
             specs["learned"] = LearnedSpec(method=self.method, model=str(getattr(models, self.method)))
+        if self.method and not self.probabilistic:
+            specs["hybrid"] = HybridSpec(first="suffix", otherwise="learned", min_expected=0.5)
         return specs
 
 
@@ -389,6 +391,7 @@ DRAFTERS: dict[str, AuditedDrafter] = {
     "ngram": AuditedDrafter(name="ngram"),
     "suffix": AuditedDrafter(name="suffix"),
     "eagle": AuditedDrafter(name="learned", method="eagle"),
+    "hybrid": AuditedDrafter(name="hybrid", method="eagle"),
     "eagle3": AuditedDrafter(name="learned", method="eagle3"),
     "draft_model": AuditedDrafter(name="learned", method="draft_model"),
     "draft_model-sampled": AuditedDrafter(name="learned", method="draft_model", probabilistic=True),
@@ -461,7 +464,7 @@ def policy_of(case: AuditCase, drafting: AuditedDrafter, batch: int) -> Policy:
 
 def tiny_drafters(policy: Policy, models: TinyModels) -> Mapping[str, DrafterSpec]:
     """Return the drafters that `policy` names, the learned one replaced by the audit's own of the same method."""
-    specs: dict[str, DrafterSpec] = {**DEFAULT_DRAFTERS, **policy.drafters}
+    specs: dict[str, DrafterSpec] = DEFAULT_DRAFTERS | policy.drafters
     for strategy in policy.strategies:
         if policy.registry.network_passes(strategy):
             specs.setdefault(strategy.drafter, LearnedSpec(method="eagle", model=str(models.eagle)))

@@ -52,6 +52,7 @@ from tltlab.errors import ConfigError, one_line
 from tltlab.files import new_folder
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool, DrafterReport
+from tltlab.runtime.engine.graphs import parts_of
 from tltlab.runtime.ray.actors import error_of, get, runtime_env
 from tltlab.runtime.ray.scratch import scratch_folder
 from tltlab.runtime.recipe.drafter import DrafterConfig
@@ -446,7 +447,7 @@ def drafter_of(recipe: Recipe, policy: Policy, out: Path, events: RunEvents) -> 
     run = DrafterRun(config, recipe, out / "drafter", events)
     specs = DEFAULT_DRAFTERS | policy.drafters | recipe.rollout.drafters | run.specs
     DrafterPool(specs, recipe.rollout.max_draft_depth)
-    run.drafts = any(s.speculates and s.drafter == config.name for s in policy.strategies)
+    run.drafts = any(s.speculates and config.name in parts_of(specs, s.drafter) for s in policy.strategies)
     return run
 
 

@@ -353,10 +353,10 @@ class Control:
             with self.inside:
                 places, lives, depths = self._draft_orders(request_ids, strategy)
             with self.drafting:
-                name, drafts = self.drafters.propose(
+                names, drafts = self.drafters.propose(
                     strategy, depths, [learned[n] for n in places] if learned else [[]] * len(depths)
                 )
-            for live in lives:
+            for live, name in zip(lives, names, strict=True):
                 live.drafter = name
             if len(places) < len(request_ids):
                 made = dict(zip(places, drafts, strict=True))

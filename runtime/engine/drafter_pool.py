@@ -1,7 +1,7 @@
 """The drafters of one engine by name: strategies an engine can run, drafts per request, recent acceptance.
 
 Model-free drafters propose here, next to the scheduler. A learned drafter proposes in the engine's workers and its
-tokens pass through.
+tokens pass through. A hybrid decides between the two for each request.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tltlab.drafters.specs import (
     DEFAULT_DRAFTERS,
     Drafters,
     DrafterSpec,
+    HybridSpec,
     LearnedSpec,
     traits_of,
 )
@@ -31,6 +32,9 @@ from .tracker import Clock
 
 ResponseTokens = tuple[Key, Sequence[int], Sequence[int]]
 """A key, the tokens of its prompt and the tokens of its response so far."""
+
+_ESTIMATE_WEIGHT = 0.02
+"""Weight of the newest draft in a drafter's mean of accepted tokens: about the last fifty drafts count."""
 
 
 class DrafterCollapsed(RunError):
@@ -111,6 +115,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         self.specs = dict(DEFAULT_DRAFTERS if drafters is None else drafters)
         self._model_free: dict[str, Drafter] = {}
         self._weights = DrafterState()
+        self._accept_estimates: dict[str, float] = {}
         self._counts: defaultdict[str, DraftCounts] = defaultdict(DraftCounts)
         self.canary = Canary(CanaryConfig())
         self._awaited_state: dict[str, Any] | None = None
@@ -123,6 +128,15 @@ class DrafterPool(Mapping[str, DrafterState]):
         fallback = self._learned_spec.fallback if self._learned_spec is not None else None
         if fallback is not None and (fallback not in self.specs or not self._is_model_free(fallback)):
             raise ConfigError(f"drafter {self.learned}: its fallback {fallback!r} is no model-free drafter here")
+        for name, spec in self.specs.items():
+            if isinstance(spec, HybridSpec):
+                for part in (spec.first, spec.otherwise):
+                    if part not in self.specs or isinstance(self.specs[part], HybridSpec):
+                        raise ConfigError(f"drafter {name} is a hybrid of {part!r}, and the engine has no such drafter")
+                if spec.first == self.learned:
+                    raise ConfigError(
+                        f"drafter {name}: a hybrid's first drafter must be model-free, got {spec.first!r}"
+                    )
 
     @property
     def registry(self) -> Drafters:
@@ -235,14 +249,27 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     def propose(
         self, strategy: Strategy, depths: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
-    ) -> tuple[str, list[list[int]]]:
-        """Return the drafter asked, and a draft of at most `depth` tokens per (key, depth).
-
-        Workers made the `learned` drafts.
-        """
-        name = strategy.drafter
+    ) -> tuple[list[str], list[list[int]]]:
+        """Return drafters and drafts of at most `depth` tokens per (key, depth); workers made the `learned` drafts."""
         if not depths:
-            return name, []
+            return [], []
+        spec = self.specs[strategy.drafter]
+        if not isinstance(spec, HybridSpec):
+            name, drafts = self._propose(strategy.drafter, depths, learned)
+            return [name] * len(drafts), drafts
+        first, otherwise = spec.first, spec.otherwise
+        estimate = self._accept_estimates.get(otherwise, 0.0) if otherwise != self.learned or self._serves() else 0.0
+        firsts = self._drafter_feeds[first].propose_all(depths)
+        names, drafts = [first] * len(firsts), [draft.tokens for draft in firsts]
+        places = [n for n, (_, depth) in enumerate(depths) if not spec.choose(firsts[n], min(estimate, depth))]
+        name, replacements = self._propose(otherwise, [depths[n] for n in places], [learned[n] for n in places])
+        for n, draft in zip(places, replacements, strict=True):
+            names[n], drafts[n] = name, draft
+        return names, drafts
+
+    def _propose(
+        self, name: str, depths: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
+    ) -> tuple[str, list[list[int]]]:
         if self._learned_spec is not None and name == self.learned:
             if self._serves():
                 return name, [draft[:depth] for (_, depth), draft in zip(depths, learned, strict=True)]
@@ -255,6 +282,10 @@ class DrafterPool(Mapping[str, DrafterState]):
         """Record verified drafts of `name`: (key, number of drafted tokens, number of accepted tokens) each."""
         if not verified:
             return
+        estimate = self._accept_estimates.get(name, float(verified[0][2]))
+        for _, _, num_accepted in verified:
+            estimate += _ESTIMATE_WEIGHT * (num_accepted - estimate)
+        self._accept_estimates[name] = estimate
         if name == self.learned:
             for _, num_drafted, num_accepted in verified:
                 self._counts[name].add(num_drafted, num_accepted)
@@ -299,9 +330,10 @@ class DrafterPool(Mapping[str, DrafterState]):
             feed.drafter.recall(responses)
 
     def forget(self) -> None:
-        """Clear the history of every model-free drafter."""
+        """Clear the history and the acceptance estimate of every model-free drafter."""
         for drafter in self._model_free.values():
             drafter.forget()
+        self._accept_estimates = {}
         self._counts.clear()
 
     @property
@@ -310,12 +342,13 @@ class DrafterPool(Mapping[str, DrafterState]):
         return sum(getattr(feed.drafter, "memory_bytes", 0) for feed in self._drafter_feeds.values())
 
     def state_dict(self, history: bool = True) -> dict[str, Any]:
-        """Return the history of the drafters in use, as of between rollouts.
+        """Return the history and acceptance estimates of the drafters in use, as of between rollouts.
 
         Without `history` the remembered responses are left out: the caller recalls them after loading.
         """
         return {
             "drafters": {name: feed.drafter.state_dict() for name, feed in self._drafter_feeds.items() if history},
+            "lately": dict(self._accept_estimates),
             "canary": self.canary.state_dict(),
             "updates": self._weights.updates,
             "age": self._weights.age,
@@ -331,6 +364,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         """
         for name, feed in self._drafter_feeds.items():
             feed.drafter.load_state_dict(state["drafters"].get(name, {}))
+        self._accept_estimates = dict(state["lately"])
         # Acceptance of some weights is no evidence about others; the weights it belongs to may still arrive.
         self._awaited_state = None
         if state["updates"] == self._weights.updates:
@@ -362,6 +396,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         updates = self._weights.updates + 1 if updates is None else updates
         self._weights = DrafterState(updates=updates)
         self._fresh = True
+        self._accept_estimates.pop(self.learned, None)
         self._counts.clear()
         self.canary.expect(predicted, f"weights of {counted(updates, 'update')} were swapped in{self._when()}")
         state, self._awaited_state = self._awaited_state, None
@@ -412,6 +447,8 @@ class DrafterPool(Mapping[str, DrafterState]):
     def _parts(self, name: str) -> tuple[str, ...]:
         """Return the drafters that a strategy naming `name` may use."""
         spec = self.specs[name]
+        if isinstance(spec, HybridSpec):
+            return (*self._parts(spec.first), *self._parts(spec.otherwise))
         if isinstance(spec, LearnedSpec) and spec.fallback is not None:
             return name, spec.fallback
         return (name,)
@@ -419,12 +456,14 @@ class DrafterPool(Mapping[str, DrafterState]):
     def _candidates(self, name: str) -> tuple[str, ...]:
         """Return the model-free drafters that a strategy naming `name` may ask in the present state."""
         spec = self.specs[name]
+        if isinstance(spec, HybridSpec):
+            return tuple(dict.fromkeys((*self._candidates(spec.first), *self._candidates(spec.otherwise))))
         if isinstance(spec, LearnedSpec):
             return () if spec.fallback is None or self._serves() else (spec.fallback,)
         return (name,)
 
     def _is_model_free(self, name: str) -> bool:
-        return not isinstance(self.specs[name], LearnedSpec)
+        return not isinstance(self.specs[name], LearnedSpec | HybridSpec)
 
     def _serves(self) -> bool:
         """Return True if the learned drafter is there, fresh enough and trusted."""
@@ -440,6 +479,6 @@ class DrafterPool(Mapping[str, DrafterState]):
         drafter = self._model_free.get(name)
         if drafter is None:
             spec = self.specs[name]
-            assert not isinstance(spec, LearnedSpec)
+            assert not isinstance(spec, LearnedSpec | HybridSpec)
             drafter = self._model_free[name] = spec if isinstance(spec, Drafter) else spec.build()
         return drafter

@@ -15,7 +15,7 @@ import torch
 
 from tltlab.coordination.canary import CanaryConfig, check_chances
 from tltlab.drafters.base import Drafter, Key
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, check_drafter
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError, one_line
 from tltlab.hardware import available_memory
 from tltlab.policies.policy import Policy
@@ -84,6 +84,7 @@ class Engine:
         for name, spec in self.drafters.items():
             if isinstance(spec, LearnedSpec):
                 check_drafter(model, name, spec)
+        check_sampled_drafts(self.drafters, (vllm_args or {}).get("speculative_config"))
         attachment = Attachment(policy=_PLAIN, drafters={}, max_draft_depth=max_draft_depth, worker=worker, seed=seed)
         traits = self._pool.registry
         self._death = ""

@@ -29,6 +29,7 @@ from tltlab.drafters.specs import (
     DEFAULT_DRAFTERS,
     Drafters,
     DrafterSpec,
+    HybridSpec,
     LearnedSpec,
     NgramSpec,
     SuffixSpec,
@@ -302,7 +303,8 @@ def plan_graphs(
     specs: dict[str, DrafterSpec] = {**DEFAULT_DRAFTERS, **policy.drafters, **drafters}
     registry = Drafters(specs)
     registry.check(strategies)
-    used = tuple(dict.fromkeys(s.drafter for s in strategies if s.speculates))
+    named = dict.fromkeys(s.drafter for s in strategies if s.speculates)
+    used = tuple(dict.fromkeys(part for name in named for part in parts_of(specs, name)))
     batches = vllm_batches(max_batch, spacing)
     plan = GraphPlan(
         max_num_seqs=max_batch,
@@ -398,6 +400,12 @@ def _rows(selector: Selector) -> list[tuple[int, Strategy]]:
     elif isinstance(selector, BegMab):
         starts, arms = selector.thresholds, selector.arms
     return [(start, arm) for start, bucket in zip((1, *starts[1:]), arms, strict=True) for arm in bucket]
+
+
+def parts_of(specs: Mapping[str, DrafterSpec], name: str) -> tuple[str, ...]:
+    """Return the drafters that drafter `name` uses: the two of a hybrid, else itself."""
+    spec = specs.get(name)
+    return (spec.first, spec.otherwise) if isinstance(spec, HybridSpec) else (name,)
 
 
 def _method(spec: DrafterSpec | None, deepest: int) -> dict[str, Any]:

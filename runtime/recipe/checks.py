@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from tltlab.config import counted
-from tltlab.drafters.specs import LearnedSpec, check_drafter
+from tltlab.drafters.specs import LearnedSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError, InputError, did_you_mean, refuse
 from tltlab.policies.policy import Policy
 from tltlab.runtime.data.prompts import first_row, num_rows
@@ -75,6 +75,7 @@ def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:
             check_drafter(recipe.model, name, spec)
     if config is not None and config.checkpoint is not None:
         yield from model_folder(config.checkpoint, "drafter.checkpoint", weights=(".safetensors", ".bin"))
+    check_sampled_drafts(specs, recipe.rollout.vllm.get("speculative_config"))
     pool = DrafterPool(specs, recipe.rollout.max_draft_depth)
     for strategy in policy.strategies:
         try:

@@ -21,6 +21,7 @@ from tltlab.drafters.specs import (
     STANDARD,
     TEXT,
     Drafters,
+    HybridSpec,
     LearnedSpec,
     NgramSpec,
     SuffixSpec,
@@ -36,7 +37,7 @@ from tltlab.traces.schema import Contents, Manifest
 from tltlab.traces.trace import Trace, read
 
 ROOT = Path(__file__).parents[2]
-NAMES = {"ngram", "suffix", "learned"}
+NAMES = {"ngram", "suffix", "learned", "hybrid"}
 ALLOWED = {
     # What the folder of a drafter is taken for: the command's word, not a drafter's name.
     "runtime/drafter/offline/annotate.py: method == 'learned'",
@@ -144,12 +145,16 @@ def test_a_fitted_file_marks_copying_drafters():
 
 
 def test_unknown_drafters_and_trees_of_text_are_refused():
-    drafters = Drafters({"recent": SuffixSpec()})
-    drafters.check([NO_SPECULATION, Strategy("learned", 2, 2, 7), Strategy.chain("recent", 2)])
+    drafters = Drafters({"recent": SuffixSpec(), "both": HybridSpec(first="recent", otherwise="learned")})
+    drafters.check(
+        [NO_SPECULATION, Strategy.chain("both", 2), Strategy("learned", 2, 2, 7), Strategy.chain("recent", 2)]
+    )
+    assert (drafters["both"].has_network, drafters["both"].made_by) == (True, "workers")
     for strategy, naming in (
         (Strategy.chain("ngarm", 4), ("'ngarm'", "'ngram'")),
         (Strategy.chain("resent", 4), ("'resent'", "'recent'")),
         (Strategy("suffix", 2, 2, 7), ("'suffix'", "top_k", 2)),
+        (Strategy("both", 2, 2, 7), ("'both'", 2)),
     ):
         with refused(ConfigError, naming=naming):
             drafters.check([NO_SPECULATION, strategy])

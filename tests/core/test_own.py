@@ -15,7 +15,7 @@ from tltlab.costs.linear import LinearCosts, LinearIteration
 from tltlab.costs.load import load_costs, presets
 from tltlab.drafters.base import Draft, TextDrafter
 from tltlab.drafters.ngram import NgramDrafter
-from tltlab.drafters.specs import SYSTEM_DRAFTERS, Drafters, NgramSpec, OwnDrafter
+from tltlab.drafters.specs import SYSTEM_DRAFTERS, Drafters, HybridSpec, NgramSpec, OwnDrafter
 from tltlab.errors import ConfigError
 from tltlab.own import code_allowed, named_in, parse_call, split
 from tltlab.planning.placement import PLACEMENTS, Placement, load_placement, placed
@@ -157,6 +157,8 @@ def test_a_drafter_is_what_its_class_states(own):
     assert load_policy(policy.model_dump(mode="json")) == policy
     assert Drafters(policy.drafters)["mine"].has_network
     assert not Drafters(policy.drafters)["ngram"].has_network
+    both = Drafters({**policy.drafters, "both": HybridSpec(first="mine", otherwise="ngram")})["both"]
+    assert (both.has_network, both.made_by) == (True, "engine"), "its network runs beside the scheduler"
     assert (spec.remembers, policy.own_parts) == (False, (spec,))
 
 

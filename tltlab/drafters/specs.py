@@ -17,7 +17,7 @@ from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from . import suffix
-from .base import Drafter
+from .base import Draft, Drafter
 from .ngram import NgramDrafter
 
 
@@ -113,6 +113,26 @@ class LearnedSpec(FiniteModel):
         return {"method": self.method} | ({"model": self.model} if self.model else {})
 
 
+class HybridSpec(FiniteModel):
+    """Per request, the draft of the model-free drafter `first` where it promises enough, else that of `otherwise`.
+
+    `first` and `otherwise` are names of drafters of the same engine.
+    """
+
+    kind: Literal["hybrid"] = "hybrid"
+    first: str = "suffix"
+    otherwise: str = "learned"
+    min_expected: float = Field(default=1.0, ge=0)
+
+    def choose(self, first: Draft, other_expected: float) -> bool:
+        """Return True if the draft `first` is to be used.
+
+        The first draft is used where it has tokens and expects at least `min_expected` and `other_expected` accepted
+        tokens; the latter is the recent result of the other drafter.
+        """
+        return bool(first.tokens) and first.expected >= max(self.min_expected, other_expected)
+
+
 def traits_of(cls: type[Drafter]) -> DrafterTraits:
     """Traits that a drafter class has as attributes, by default those of `TEXT`."""
     return replace(TEXT, **{f.name: getattr(cls, f.name) for f in fields(TEXT) if hasattr(cls, f.name)})
@@ -143,7 +163,7 @@ class OwnDrafter(OwnPart):
 
 
 ModelFreeSpec = NgramSpec | SuffixSpec | OwnDrafter
-DrafterSpec = Annotated[ModelFreeSpec | LearnedSpec, Field(discriminator="kind")]
+DrafterSpec = Annotated[ModelFreeSpec | LearnedSpec | HybridSpec, Field(discriminator="kind")]
 
 DEFAULT_DRAFTERS: dict[str, ModelFreeSpec] = {"ngram": NgramSpec(), "suffix": SuffixSpec()}
 """The drafters that every engine has, by the name that strategies use."""
@@ -153,7 +173,8 @@ class Drafters(Mapping[str, DrafterTraits]):
     """Drafters of a run by name, with their traits: the standard ones, those of `specs` and those of `traits`.
 
     Standard are `ngram`, `suffix`, `learned` and `block`. `traits` are of drafters without a spec, such as those of a
-    recorded trace. Names are for people: whatever depends on what a drafter is asks here.
+    recorded trace. A hybrid has a network where one of its parts has. Names are for people: whatever
+    depends on what a drafter is asks here.
 
     >>> drafters = Drafters({"own": SuffixSpec(window=4)})
     >>> drafters["own"].has_network, drafters["learned"].has_network
@@ -172,6 +193,17 @@ class Drafters(Mapping[str, DrafterTraits]):
         """The specs of the drafters that have one here."""
         return {name: known for name, known in self._known.items() if not isinstance(known, DrafterTraits)}
 
+    def _of_hybrid(self, spec: HybridSpec) -> DrafterTraits:
+        first, otherwise = self[spec.first], self[spec.otherwise]
+        return DrafterTraits(
+            has_network=first.has_network or otherwise.has_network,
+            needs_text=first.needs_text or otherwise.needs_text,
+            draws_trees=False,
+            made_by="workers" if "workers" in (first.made_by, otherwise.made_by) else "engine",
+            drafts_blocks=otherwise.drafts_blocks,
+            layers=otherwise.layers,
+        )
+
     def __getitem__(self, name: str) -> DrafterTraits:
         """The traits of a drafter; ConfigError for a name that no drafter of the run has."""
         if name not in self._known:
@@ -181,6 +213,8 @@ class Drafters(Mapping[str, DrafterTraits]):
                 '"drafters" in a policy file or in the manifest.json of a trace'
             )
         known = self._known[name]
+        if isinstance(known, HybridSpec):
+            return self._of_hybrid(known)
         return known if isinstance(known, DrafterTraits) else known.traits
 
     def __contains__(self, name: object) -> bool:
@@ -279,6 +313,19 @@ def check_drafter(target: str, name: str, spec: LearnedSpec) -> None:
                 f"drafter {name}: {spec.model} has {field} {ours.get(field)} and the target {target} has "
                 f"{theirs.get(field)}; they must be equal"
             )
+
+
+def check_sampled_drafts(drafters: Mapping[str, Any], speculative: Mapping[str, Any] | None) -> None:
+    """Raise ConfigError for a hybrid beside a learned drafter that samples its drafts.
+
+    vLLM keeps the probabilities of such drafts and verifies with them whatever drafts it is given, so a request that
+    gets other drafts instead would be sampled from the wrong distribution.
+    """
+    sampled = (speculative or {}).get("draft_sample_method") == "probabilistic"
+    if sampled and any(isinstance(spec, HybridSpec) for spec in drafters.values()):
+        raise ConfigError(
+            'a hybrid cannot be combined with sampled drafts: leave out draft_sample_method "probabilistic"'
+        )
 
 
 def _config(model: str) -> dict[str, Any] | None:

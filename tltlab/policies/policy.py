@@ -14,7 +14,7 @@ from pydantic import model_validator as validator
 
 from tltlab.config import Built, FiniteModel, faults_in, shown
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, LengthAwareBudget, MbaBudget, UniformBudget
-from tltlab.drafters.specs import SYSTEM_DRAFTERS, Drafters, DrafterSpec, OwnDrafter
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, Drafters, DrafterSpec, HybridSpec, OwnDrafter
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json, write_json
 from tltlab.own import OwnPart, named_in, parse_call
@@ -113,9 +113,13 @@ class Policy(FiniteModel):
 
     @validator(mode="after")
     def _drafters_can_serve(self) -> Policy:
-        for name in self.drafters:
+        available = DEFAULT_DRAFTERS | self.drafters
+        for name, spec in self.drafters.items():
             if name in ("", NO_SPECULATION.drafter):
                 raise ValueError(f"drafters: {name!r} is no name for a drafter, no strategy could ask for it")
+            parts = (spec.first, spec.otherwise) if isinstance(spec, HybridSpec) else ()
+            if hybrids := [part for part in parts if isinstance(available.get(part), HybridSpec)]:
+                raise ValueError(f"drafters.{name}: a hybrid of {hybrids[0]!r}, which is a hybrid itself")
         return self
 
     @property

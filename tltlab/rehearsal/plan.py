@@ -12,7 +12,7 @@ import numpy as np
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.per_drafter import EVERY, PerDrafter, refuse_one_for_several
 from tltlab.costs.profiles import find_model
-from tltlab.drafters.specs import STANDARD, Drafters
+from tltlab.drafters.specs import STANDARD, Drafters, HybridSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.hardware import GIB, RUNTIME_BYTES, ModelShape, available_memory
@@ -120,7 +120,7 @@ def acceptance_by_drafter(text: str, names: Collection[str], drafters: Drafters 
 def rates_of(name: str, policy: Policy, granted: PerDrafter) -> tuple[float, ...]:
     """Return the chances that a policy's drafts are kept up to each of their tokens.
 
-    ConfigError names the policy and the drafter: for trees, for acceptance that is missing, too short, or
+    ConfigError names the policy and the drafter: for trees and hybrids, for acceptance that is missing, too short, or
     differs by request, by what was generated or by batch size, and for drafters of which each has another one.
     """
     chains: dict[str, Strategy] = {}
@@ -128,6 +128,8 @@ def rates_of(name: str, policy: Policy, granted: PerDrafter) -> tuple[float, ...
         if strategy.speculates:
             if strategy.tokens_to_verify != strategy.draft_depth + 1:
                 raise ConfigError(f"policy {name} asks for {strategy}: engines verify whole chains")
+            if isinstance(policy.drafters.get(strategy.drafter), HybridSpec):
+                raise ConfigError(f"policy {name}: {strategy.drafter} joins two drafters, whose acceptance differs")
             chains[strategy.drafter] = strategy
     rates: tuple[float, ...] = ()
     for drafter, chain in chains.items():

@@ -13,12 +13,12 @@ import numpy as np
 from pydantic import Field
 
 from tltlab.config import FrozenModel, faults_in
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, check_sampled_drafts
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.graphs import GraphPlan, plan_graphs
+from tltlab.runtime.engine.graphs import GraphPlan, parts_of, plan_graphs
 from tltlab.runtime.engine.guard import FAULTS
 
 from . import OPTIONS, POLICY, RECORD, VARIABLES, attached, missing
@@ -73,9 +73,9 @@ class Attachment(FrozenModel):
 
     @property
     def learned(self) -> LearnedSpec | None:
-        """The learned drafter that the policy may use."""
+        """The learned drafter that the policy may use, by itself or in a hybrid."""
         strategies = self.policy.strategies if self.policy is not None else ()
-        names = [s.drafter for s in strategies if s.speculates]
+        names = [part for s in strategies if s.speculates for part in parts_of(self.specs, s.drafter)]
         return next((spec for spec in map(self.specs.get, names) if isinstance(spec, LearnedSpec)), None)
 
     def control(self, *, overlapped: bool, on_host: bool = True, guarded: bool = False) -> Control:
@@ -276,7 +276,8 @@ class Variables(FrozenModel):
         if speculative and self.policy is not None:
             head, drafters = _learned(speculative), self.policy.registry.joined(arguments["drafters"] or {})
             named = {s.drafter for s in self.policy.strategies if drafters.network_passes(s)}
-            networks = [name for name in sorted(named) if drafters[name].made_by == "workers"]
+            parts = {part for name in named for part in parts_of(drafters.specs, name)}
+            networks = [name for name in sorted(parts) if drafters[name].made_by == "workers"]
             if head is None or len(networks) != 1:
                 raise ConfigError(
                     "its program speculates by itself, which the policy can control only with one drafter with a "
@@ -420,6 +421,7 @@ def _unfit_policy(config: Any, attachment: Attachment, policy: Policy) -> str:
         return ""
     if config.use_v2_model_runner and (without := missing("depths in the V2 runner")):
         return without
+    check_sampled_drafts(attachment.specs, vars(speculative))
     if speculative.method in _ONE_DEPTH:
         return (
             f"vLLM's {speculative.method} drafts at one depth only and ends an engine that asks for another: pass the "

@@ -66,8 +66,9 @@ def test_what_makes_no_sense_is_refused(make, wrong, facts):
         ("suffix", {"match_factor": 0.0}, (0,)),
         ("suffix", {"history_mib": 0}, (0,)),
         ("learned", {"method": "eagle", "model": ""}, ()),
+        ("hybrid", {"min_expected": -1}, (0,)),
         ("ngram", {"windw": 3}, ("inputs",)),
-        ("tree", {}, ("ngram", "suffix", "learned")),
+        ("tree", {}, ("ngram", "suffix", "learned", "hybrid")),
     ],
 )
 def test_a_spec_refuses_what_its_drafter_would(kind, wrong, facts):

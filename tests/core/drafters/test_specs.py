@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from tltlab.drafters.specs import SYSTEM_DRAFTERS, NgramSpec, SuffixSpec
+from tltlab.drafters.base import Draft
+from tltlab.drafters.specs import SYSTEM_DRAFTERS, HybridSpec, NgramSpec, SuffixSpec
 
 
 @pytest.mark.parametrize(
@@ -65,3 +66,12 @@ def test_systems_differ_in_what_they_search(name, uses_siblings, uses_history):
     pytest.importorskip("arctic_inference")
     assert drafts_of(name, [0], [1, 2, 3]) == [3] * uses_siblings
     assert drafts_of(name, [1, 2, 3], [0]) == [3] * uses_history
+
+
+def test_a_hybrid_takes_promising_model_free_drafts():
+    hybrid = HybridSpec(min_expected=1.5)
+    assert hybrid.choose(Draft([1, 2], 1.8), other_expected=1.7)
+    assert hybrid.choose(Draft([1, 2], 1.5), other_expected=1.5)
+    assert not hybrid.choose(Draft([1, 2], 1.8), other_expected=1.9)
+    assert not hybrid.choose(Draft([1, 2], 1.4), other_expected=0.0)
+    assert not HybridSpec(min_expected=0).choose(Draft([], 0.0), other_expected=0.0)

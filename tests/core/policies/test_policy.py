@@ -101,6 +101,7 @@ def test_all_faults_of_a_file_come_at_once(tmp_path):
 ROWS = {"kind": "table", "rows": [{"min_batch": b, "strategy": NGRAM_4} for b in (1, 9, 5)]}
 FEW = {"kind": "beg-mab", "strategies": [asdict(tree) for tree in TREES], "thresholds": [1]}
 GOODPUT = {"kind": "goodput", "strategies": [NGRAM_4]}
+HYBRIDS = {"a": {"kind": "hybrid", "otherwise": "b"}, "b": {"kind": "hybrid", "first": "ngram"}}
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,7 @@ GOODPUT = {"kind": "goodput", "strategies": [NGRAM_4]}
         ("budget", {"kind": "length-aware", "token_s": 0}, ["budget: ", "token_s", 0]),
         ("drafters", {"mine": {"kind": "oracle"}}, ["drafters.mine: ", "'oracle'"]),
         ("drafters", {"mine": {"kind": "ngram", "min_match": "two"}}, ["drafters.mine.min_match: "]),
+        ("drafters", HYBRIDS, ["drafters.a: ", "'b'"]),
     ],
 )
 def test_a_wrong_file_names_the_fault(part, value, facts, tmp_path):

@@ -667,9 +667,9 @@ def test_an_impossible_drafter_is_refused(learning, recipe_file, random_model, t
 
 def test_a_policy_without_the_drafter_is_reported(recipe_file, tmp_path):
     events = RunEvents(tmp_path / "events.jsonl")
-    for name, serves in (("none", False), ("learned", True), ("suffix", False)):
+    for name, serves in (("none", False), ("learned", True), ("mixed", True), ("suffix", False)):
         policy = Policy(selector=FixedSpec(strategy=NO_SPECULATION if name == "none" else Strategy.chain(name, 2)))
-        recipe = load_recipe(recipe_file, ["drafter.name=learned"])
+        recipe = load_recipe(recipe_file, ["drafter.name=learned", 'rollout.drafters.mixed={"kind": "hybrid"}'])
         run = drafter_of(recipe, policy, tmp_path, events)
         run.prepare()
         assert bool(events.take()) is not serves

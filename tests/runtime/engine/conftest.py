@@ -7,7 +7,7 @@ process while one is open here. So tests of the same engine run in a row, and it
 import pytest
 
 from tltlab.coordination.canary import CanaryConfig
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, HybridSpec, LearnedSpec
 from tltlab.runtime.engine.engine import Engine
 
 from ..small_models import loaded
@@ -48,7 +48,8 @@ def _shared(name, model, **arguments):
 def roomy(random_model):
     """The target is its own draft model: greedily, every one of its drafts is kept."""
     learned = LearnedSpec(method="draft_model", model=str(random_model), fallback="suffix")
-    drafters = {**DEFAULT_DRAFTERS, "learned": learned}
+    hybrid = HybridSpec(first="suffix", otherwise="learned")
+    drafters = {**DEFAULT_DRAFTERS, "learned": learned, "hybrid": hybrid}
     args = {"max_num_seqs": 512, "max_model_len": 256}
     return _shared("roomy", random_model, drafters=drafters, max_draft_depth=8, vllm_args=args)
 

@@ -25,7 +25,7 @@ def greedy(engine, policy, tokens=60):
 def test_every_drafter_leaves_greedy_tokens_as_they_are(roomy):
     """Times are told apart; how small they are `tltlab bench seam` and `runtime` tell: of one rollout it is chance."""
     plain = texts(greedy(roomy, None))
-    for name, depth in (("ngram", 2), ("ngram", 4), ("suffix", 4), ("learned", 4)):
+    for name, depth in (("ngram", 2), ("ngram", 4), ("suffix", 4), ("learned", 4), ("hybrid", 4)):
         roomy.forget()
         rollout = greedy(roomy, fixed(name, depth))
         assert texts(rollout) == plain, name

@@ -7,7 +7,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.cli.app import main
-from tltlab.drafters.specs import SYSTEM_DRAFTERS, LearnedSpec, NgramSpec
+from tltlab.drafters.specs import SYSTEM_DRAFTERS, HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import SHIPPED, Activation, Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, ExploreSpec, FixedSpec, NoneSpec, TableRow, TableSpec
@@ -137,6 +137,7 @@ STOCK = {
     ),
     "untrained": of(fixed("learned", 3), learned=HEAD.model_copy(update={"trained": False})),
     "unknown": fixed("learned", 2),
+    "hybrid": of(fixed("both", 3), learned=HEAD, both=HybridSpec()),
     "head and suffix": of(Policy(selector=MIXED), learned=HEAD),
 }
 RUNS_IN_STOCK = {"none", "fixed", "table", "das", "suffix", "suffix-decoding", "head", "head that falls back"}
@@ -145,6 +146,7 @@ NAMED = {
     "suffix that comes on": ("suffix", "K"),
     "table of suffix": ("suffix", "K"),
     "unknown": ("drafter learned",),
+    "hybrid": ("suffix and learned",),
     "head and suffix": ("suffix and learned",),
     "goodput": ("K = 0, 1, 2, 4, 8",),
 }

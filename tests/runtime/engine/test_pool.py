@@ -9,7 +9,7 @@ from tests.fakes.drafting import Parrot
 from tests.refused import refused
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.ngram import NgramDrafter
-from tltlab.drafters.specs import LearnedSpec, NgramSpec
+from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
 from tltlab.runtime.engine.control import Control
@@ -28,7 +28,7 @@ LEARNED = Strategy.chain("learned", 3)
 def pool(fallback="ngram", predicted=0.9, **config):
     """A pool with a canary, and with weights of the learned drafter whose first tokens are `predicted`."""
     drafters = {"learned": HEAD.model_copy(update={"fallback": fallback}), "ngram": NgramSpec()}
-    pool = DrafterPool(drafters, 4)
+    pool = DrafterPool(drafters | {"hybrid": HybridSpec(first="ngram")}, 4)
     pool.guard(CanaryConfig(min_drafts=20, **config))
     if predicted is not None:
         pool.updated([predicted])
@@ -76,20 +76,22 @@ def test_new_weights_restore_it_and_reset_counts():
     assert drafters.report().measured == (1.0, 1.0, 0.0)
 
 
-def test_a_network_ages_and_texts_do_not():
+def test_a_hybrid_has_its_networks_age():
     drafters = pool()
     drafters.begin(0)
     drafters.begin(3)
-    assert drafters["learned"] != drafters["ngram"] == DrafterState()
+    assert drafters["hybrid"] == drafters["learned"] != drafters["ngram"] == DrafterState()
 
 
-def test_without_fallback_a_collapsed_drafter_drafts_nothing():
+def test_without_fallback_only_model_free_drafts_remain():
     drafters = pool(fallback=None)
-    drafters.use([LEARNED])
+    hybrid = Strategy.chain("hybrid", 3)
+    drafters.use([LEARNED, hybrid])
     drafters.open(running(KEY, [5, 6, 5, 6, 5, 6]))
     verified(drafters, 0)
-    assert drafters.propose(LEARNED, [(KEY, 3)], [[7, 7, 7]]) == ("learned", [[]])
-    assert drafters.worker_depth(LEARNED) == 0
+    assert drafters.propose(LEARNED, [(KEY, 3)], [[7, 7, 7]]) == (["learned"], [[]])
+    assert (drafters.worker_depth(LEARNED), drafters.worker_depth(hybrid)) == (0, 0)
+    assert drafters.propose(hybrid, [(KEY, 2)], [[7, 7]]) == (["ngram"], [[5, 6]])
 
 
 @pytest.mark.parametrize(
@@ -157,16 +159,33 @@ def test_an_absent_or_stale_drafter_is_replaced(spec):
         pool.begin(2)
     pool.open(running(KEY, [1]))
     assert pool.worker_depth(chain(3, "learned")) == 0
-    assert pool.propose(chain(3, "learned"), [(KEY, 3)], [[]]) == ("parrot", [[1, 1, 1]])
+    assert pool.propose(chain(3, "learned"), [(KEY, 3)], [[]]) == (["parrot"], [[1, 1, 1]])
     pool.updated()
     assert pool.worker_depth(chain(3, "learned")) == 3
-    assert pool.propose(chain(3, "learned"), [(KEY, 2)], [[5, 6, 7]]) == ("learned", [[5, 6]])
+    assert pool.propose(chain(3, "learned"), [(KEY, 2)], [[5, 6, 7]]) == (["learned"], [[5, 6]])
+
+
+@pytest.mark.parametrize(("expected", "drafter"), [(3.0, "parrot"), (1.5, "learned")])
+def test_a_hybrid_takes_the_more_promising_drafter(expected, drafter):
+    hybrid = HybridSpec(first="parrot", otherwise="learned", min_expected=1.0)
+    pool = DrafterPool({"learned": HEAD, "parrot": Parrot(expected), "hybrid": hybrid}, 8)
+    strategy = chain(4, "hybrid")
+    pool.use([strategy])
+    pool.open(running(KEY, [1]))
+    pool.observe("learned", [(KEY, 4, 2)])
+    assert pool.worker_depth(strategy) == 4
+    assert pool.propose(strategy, [(KEY, 4)], [[5, 6, 7, 8]])[0][0] == drafter
 
 
 @pytest.mark.parametrize(
     ("drafters", "facts"),
     [
         ({"a": HEAD, "b": HEAD}, ("a", "b")),
+        ({"h": HybridSpec(first="suffix", otherwise="learned")}, ("drafter h", "'suffix'")),
+        (
+            {"learned": HEAD, "suffix": NgramSpec(), "h": HybridSpec(first="learned", otherwise="suffix")},
+            ("'learned'",),
+        ),
         ({"learned": HEAD.model_copy(update={"fallback": "nobody"})}, ("drafter learned", "'nobody'")),
     ],
 )

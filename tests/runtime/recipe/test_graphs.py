@@ -1,7 +1,7 @@
 """What a recipe's engines are built for: drafters, depths and graphs of its policy, refused where they are too many."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -79,7 +79,8 @@ def test_a_run_shows_planned_and_captured_graphs():
 def test_trace_of_run_states_what_its_drafters_are(tmp_path):
     policy = {"selector": {"kind": "fixed", "strategy": "recent:4"}, "drafters": {"recent": {"kind": "suffix"}}}
     (tmp_path / "policy.json").write_text(json.dumps(policy | {"format": "tltlab-policy", "version": 1}))
-    head = 'rollout.drafters={"head":{"kind":"learned","method":"mtp"}}'
-    recipe = load_recipe(RECIPE, [f"rollout.policy={tmp_path / 'policy.json'}", head, "cluster.gpu=H100"])
+    both = 'rollout.drafters={"both":{"kind":"hybrid","first":"ngram"}}'
+    recipe = load_recipe(RECIPE, [f"rollout.policy={tmp_path / 'policy.json'}", both, "cluster.gpu=H100"])
     drafters = drafters_of(recipe, recipe.read_policy())
-    assert run_manifest(recipe, "run", drafters).drafters == {"recent": TEXT, "head": NETWORK}
+    hybrid = replace(NETWORK, needs_text=True, draws_trees=False)
+    assert run_manifest(recipe, "run", drafters).drafters == {"recent": TEXT, "both": hybrid}

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
 
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
@@ -137,6 +138,29 @@ def test_exact_reuse_keeps_all_of_the_same_policy(engine, versions, random_model
         assert list(t.logprobs) == pytest.approx(rows[np.arange(len(rows)), t.token_ids], abs=1e-3)
         assert list(t.token_versions) == [1] * len(t.token_ids)
         assert len(t.token_ids) == 40 if t.truncated else t.token_ids[-1] == END
+
+
+def test_exact_reuse_leaves_the_policys_distribution(engine, versions, random_model):
+    """First and second tokens of 512 responses to one prompt, many of them kept from the policy before."""
+    (prompt,) = some_prompts(1)
+    reusing = rollouts(1, (1, 512, 2), random_model, reuse={"residual": "exact"})
+    reusing.collect(tools(engine, versions, 0, 0))
+    got = reusing.collect(tools(engine, versions, 1, 9))
+    words = range(24)
+    first, second = np.zeros(24), np.zeros(24)
+    for t in got.trajectories:
+        first[t.token_ids[0]] += 1
+        second[t.token_ids[1] if len(t.token_ids) > 1 else END] += 1
+
+    def chances(version):
+        """The chi-square test's for both tokens; a response that has ended continues ending."""
+        one = np.exp(versions.rows(version, prompt.token_ids, [0])[0].astype(np.float64))
+        two = np.stack([np.exp(versions.rows(version, prompt.token_ids, [w, 0])[1].astype(np.float64)) for w in words])
+        two[END] = np.eye(24)[END]
+        return tuple(chisquare(seen, 512 * p / p.sum()).pvalue for seen, p in ((first, one), (second, one @ two)))
+
+    assert min(chances(9)) > 1e-4
+    assert min(chances(0)) < 1e-6
 
 
 def test_turns_are_drawn_behind_what_tools_say(engine, versions, random_model, tmp_path):

@@ -277,6 +277,7 @@ def test_a_failed_annotation_leaves_the_trace_alone(tltlab, tiny, monkeypatch):
         ("ngram:depth=3", "depth"),
         ("suffix:scopes=planet", "planet"),
         ("nowhere.json", "'nowhere.json'"),
+        ("hybrid", "'hybrid'"),
         ("none=ngram", "'none'"),
         ("ngram@2147483648", "2147483647"),
         ("ngram --max-depth 0", "255"),

@@ -9,7 +9,7 @@ import pytest
 
 import tltlab.runtime
 from tests.refused import refused
-from tltlab.drafters.specs import LearnedSpec, SuffixSpec, check_drafter
+from tltlab.drafters.specs import HybridSpec, LearnedSpec, SuffixSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Activation, load_policy
 from tltlab.runtime import vllm_options
@@ -115,6 +115,14 @@ def test_a_drafter_of_another_width_is_refused(method, name, fits, random_model,
     (tmp_path / "config.json").write_text(config.replace(f'"{name}": ', f'"{name}": 1'))
     with nullcontext() if fits else refused(ConfigError, naming=(name,)):
         check_drafter(str(random_model), "learned", LearnedSpec(method=method, model=str(tmp_path)))
+
+
+def test_a_hybrid_beside_sampled_drafts_is_refused():
+    """It would not be lossless."""
+    drafters = {"learned": HEAD, "hybrid": HybridSpec()}
+    check_sampled_drafts(drafters, {"draft_sample_method": "greedy"})
+    with refused(ConfigError, naming=("probabilistic",)):
+        check_sampled_drafts(drafters, {"draft_sample_method": "probabilistic"})
 
 
 def test_only_the_adapter_imports_vllm():

@@ -16,7 +16,7 @@ import pytest
 from tests.fakes.drafting import Script
 from tests.refused import refused
 from tltlab.drafters.budget import DraftBudget
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.bandits import Ucb1
 from tltlab.policies.policy import Policy
@@ -235,7 +235,7 @@ def test_a_scheduler_that_does_not_fit_the_engine_is_refused(roomy, asynchronous
 
 def attached(policy, depth=4):
     """The `additional_config` of a policy in an engine that has a draft model too."""
-    drafters = {**DEFAULT_DRAFTERS, "learned": HEAD}
+    drafters = {**DEFAULT_DRAFTERS, "learned": HEAD, "hybrid": HybridSpec()}
     return {"tltlab": Attachment(policy=policy, drafters=drafters, max_draft_depth=depth).model_dump(mode="json")}
 
 
