@@ -6,6 +6,7 @@ A typed name may import any module; a name that stands in a file only those that
 from __future__ import annotations
 
 import copyreg
+import difflib
 import importlib
 import inspect
 import os
@@ -294,12 +295,19 @@ def build_own(cls: type[Any], args: Mapping[str, Any], name: str, rng: object = 
 
 
 def raised(error: Exception, name: str) -> ConfigError:
-    """Error in one line for a user's class `name` that raised, with its own file and line."""
+    """Error in one line for a user's class `name` that raised: its own file and line, and a word that may be meant."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, *_INSTALLED, "<frozen"))]
     last = (user_frames or frames)[-1]
     location = f"{Path(last.filename).name}, line {last.lineno}"
-    return ConfigError(f"{name} raised {type(error).__name__}: {error} ({location})")
+    guesses: list[str] = []
+    if isinstance(error, AttributeError) and error.name and error.obj is not None:
+        guesses = difflib.get_close_matches(error.name, [word for word in dir(error.obj) if word[0] != "_"], n=1)
+    elif isinstance(error, NameError) and error.name:
+        innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        guesses = difflib.get_close_matches(error.name, [*innermost.f_locals, *innermost.f_globals], n=1)
+    hint = f"; did you mean {guesses[0]!r}?" if guesses else ""
+    return ConfigError(f"{name} raised {type(error).__name__}: {error}{hint} ({location})")
 
 
 def from_user(error: Exception) -> bool:

@@ -46,6 +46,7 @@ COMMANDS = {
         ("simulate", TINY, "--system", "tlt", *H100, *BY_DRAFTER),
         ("simulate", "{lengths}", "--workers", "2", *H100, *GEOMETRIC, "--strategy", "4,1,5", "--sd-threshold", "8"),
     ),
+    "sweep": (("sweep", TINY),),
     "timeline": (("timeline", TINY, "--out", "{tmp}/timeline.json"),),
     "trace": (
         ("trace", "describe", TINY),

@@ -47,12 +47,29 @@ _PURPOSES = {
     "train-drafter": "Warm up a drafter for a model, offline, on responses of that model; report held-out acceptance.",
     "tune": "Find a policy for a trace in simulation, judge it on RL steps held out, and report whether it was "
     "worth it.",
-    "ui": "Show the runs of a folder in a browser: a list and each one's page; a live run is followed.",
+    "ui": "Show the runs of a folder in a browser: a list, each one's page, two side by side; a live run is followed.",
     "verify": "Predict every RL step of a run from the other ones, and compare with what was measured.",
     "what-if": "Estimate the speed-up of speculation for responses of these lengths, on which GPUs, and what limits "
     "it.",
 }
 """First line of each command's help; a command of another package has none here."""
+_GONE = {
+    "advise": "`tltlab what-if` estimates the benefit of training the drafter",
+    "completion": "`tltlab --install-completion` sets the shell up, `tltlab --show-completion` prints the script",
+    "experiment": "`tltlab bench` measures on engines, in a clone (batch-size, systems, drafter), and notebook 09 "
+    "simulates TLT's published set-ups",
+    "map": "`tltlab compare` takes lists of values, and notebook 08 draws which family pays where",
+    "sweep": "`tltlab compare` takes lists, such as --workers 4,8 --gpus 8xH100,8xB200",
+    "off-policy": "decisions.parquet of a trace has the propensities that such estimates are computed from",
+}
+"""Commands of the release before, and what replaces them."""
+_GONE_OPTIONS = {
+    ("compare", "--search"): "`tltlab compare --systems all` has every system, --placement another order",
+    ("compare", "--claims"): "--json has each system's `claim`",
+    ("compare", "--ranges"): "`tltlab what-if` has the 90 % range",
+    ("compare", "--no-ranges"): "no range of ranks is made any more",
+}
+"""Options of the release before, and what replaces them."""
 _BROUGHT_BY = {"zmq": "pyzmq", "torch": "vllm", "tokenizers": "transformers", "huggingface_hub": "transformers"}
 """The requirement that a module comes with, where it has another name."""
 
@@ -60,12 +77,14 @@ _BROUGHT_BY = {"zmq": "pyzmq", "torch": "vllm", "tokenizers": "transformers", "h
 def click_command(name: str) -> Any:
     """Return a command as Typer has it, with its parameters and its subcommands.
 
-    Raises ConfigError for a name that is unknown, and for a command whose extra is not installed.
+    Raises ConfigError for a name that is unknown or was removed, and for a command whose extra is not installed.
     """
     import typer
     from typer.main import get_command
 
     commands = _commands()
+    if name in _GONE and name not in commands:
+        raise ConfigError(f"the command {name!r} was removed: {_GONE[name]}")
     if name not in commands:
         raise ConfigError(
             f"no command named {name!r}{did_you_mean(name, commands)}; there are: {', '.join(sorted(commands))}"
@@ -185,6 +204,9 @@ def _run(args: list[str]) -> int:
         code = _group().main(args, prog_name="tltlab", complete_var=_COMPLETE, standalone_mode=False)
     except TyperException as error:
         called = "tltlab" if args[0].startswith("-") else f"tltlab {args[0]}"
+        option = getattr(error, "option_name", "")
+        if gone := _GONE_OPTIONS.get((args[0], option)):
+            _fail(f"{called}: the option {option} was removed: {gone}", 2)
         _fail(f"{_as_setting(args, error) or error.format_message()} (see '{called} --help')", 2)
     except ConfigError:
         if _COMPLETE in os.environ:  # an unknown command or a missing extra: nothing to offer

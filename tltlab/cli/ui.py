@@ -23,7 +23,7 @@ def ui(
     browser: Annotated[bool, typer.Option(help="Open the page where there is a display.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Show the runs of a folder in a browser: a list and each one's page; a live run is followed.
+    """Show the runs of a folder in a browser: a list, each one's page, two side by side; a live run is followed.
 
     Served on loopback until Ctrl-C; nothing is written, and nothing is asked of the network.
 

@@ -57,7 +57,8 @@ class Picture:
 class PageTable:
     """Rows of cells that are text already; all but the first column are set flush right unless `text_columns` has them.
 
-    A table with `summary` is folded under it: for figures that few read. `links` are where the rows' first cells lead.
+    A table with `summary` is folded under it: for figures that few read. `links` are where the rows' first cells lead;
+    with `choose` rows can be ticked, and their first cells are sent there as `run`.
     """
 
     caption: str
@@ -66,6 +67,7 @@ class PageTable:
     text_columns: frozenset[int] = frozenset({0})
     summary: str | None = None
     links: tuple[str, ...] = ()
+    choose: str = ""
     kind: Literal["table"] = "table"
 
 

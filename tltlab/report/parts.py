@@ -35,6 +35,7 @@ from .page import (
     Lacking,
     PageTable,
     Paragraph,
+    Part,
     Picture,
     number,
     records,
@@ -408,7 +409,7 @@ def lengths_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Sequence[Bl
     quantiles = ", ".join(f"{'longest' if p == 100 else f'p{p}'} {number(v, ',.0f')}" for p, v in percentiles)
     caption = f"{num:,} responses. Tokens: {quantiles}. Cut at the cap: {cut:.1%}."
     alt = f"Share of responses longer than a number of tokens: {quantiles}."
-    figure = _longer_than(np.sort(np.concatenate([part.outcomes["response_tokens"] for part in trace.parts()])))
+    figure = _longer_than({"all RL steps": _lengths(trace)})
     blocks: list[Block] = [Picture.of(figure, alt=alt, caption=caption)]
     if len(steps) > 1:
         over = {
@@ -423,12 +424,17 @@ def lengths_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Sequence[Bl
     return blocks
 
 
-def _longer_than(lengths: Ints) -> Figure:
-    """Percent of responses longer than x, at so few x that they can be drawn, for ascending lengths."""
-    at = np.unique(np.concatenate([[0], np.quantile(lengths, np.linspace(0, 1, _MOST_POINTS), method="nearest")]))
-    share = 100 * (1 - np.searchsorted(lengths, at, side="right") / len(lengths))
-    return lines({"all RL steps": (at, share)}, xlabel="tokens", ylabel="% still running",
-                 title="Responses longer than ...")  # fmt: skip
+def _lengths(trace: Trace) -> Ints:
+    return np.sort(np.concatenate([part.outcomes["response_tokens"].to_numpy() for part in trace.parts()]))
+
+
+def _longer_than(lengths_of: Mapping[str, Ints]) -> Figure:
+    """Percent of responses longer than x, at so few x that they can be drawn, for ascending lengths by name."""
+    series = {}
+    for name, lengths in lengths_of.items():
+        at = np.unique(np.concatenate([[0], np.quantile(lengths, np.linspace(0, 1, _MOST_POINTS), method="nearest")]))
+        series[name] = at, 100 * (1 - np.searchsorted(lengths, at, side="right") / len(lengths))
+    return lines(series, xlabel="tokens", ylabel="% still running", title="Responses longer than ...")
 
 
 @titled("RL steps")
@@ -522,6 +528,36 @@ def off_policy_part(trace: Trace) -> Sequence[Block]:
     return [picture, records(json_rows(steps), columns, caption=caption, summary="RL step by RL step")]
 
 
+def side_by_side_parts(first: Trace, second: Trace, *, names: tuple[str, ...]) -> tuple[Part, ...]:
+    """Two runs in the same charts: an RL step of each on one time axis, figures over RL steps, and lengths."""
+    traces = dict(zip(names, (first, second), strict=True))
+    return (timelines_part(first, second, names), _both_over(traces), _both_lengths(traces))
+
+
+@titled("Over the run")
+def _both_over(traces: Mapping[str, Trace]) -> Sequence[Block]:
+    rows = {name: steps_rows(trace, metrics.per_step(trace)) for name, trace in traces.items()}
+    blocks: list[Block] = []
+    for key, ylabel, title in (
+        ("reward", "mean reward", "Reward"),
+        ("rollout_s", "seconds", "Rollout time"),
+        ("mean_accept_length", "tokens per draft", "Accept length"),
+        ("p95_tokens", "tokens", "95th percentile of lengths"),
+    ):
+        series: dict[str, tuple[list[int], list[float]]] = {}
+        for name, of_run in rows.items():
+            points = [row for row in of_run if row[key] is not None]
+            if points:
+                series[name] = [row["rl_step"] for row in points], [row[key] for row in points]
+        if series:
+            ends = "; ".join(f"{name}: {y[0]:.3g} at first, {y[-1]:.3g} at last" for name, (_, y) in series.items())
+            figure = lines(series, xlabel="RL step", ylabel=ylabel, title=title)
+            blocks.append(Picture.of(figure, alt=f"{title} over RL steps. {ends}.", caption=f"{ends}."))
+    if not blocks:
+        raise Lacking("neither has responses")
+    return blocks
+
+
 @titled("Timelines")
 def timelines_part(first: Trace, second: Trace, names: tuple[str, ...]) -> Sequence[Block]:
     """An RL step of two runs, lane by lane, the first above the second on one time axis."""
@@ -532,3 +568,13 @@ def timelines_part(first: Trace, second: Trace, names: tuple[str, ...]) -> Seque
     caption = "The RL step that both have whose rollout is of median length, on the same time axis."
     alt = f"One lane per worker over an RL step of {names[0]}, and below on the same axis of {names[1]}."
     return [Picture.of(figure, alt=alt, caption=caption)]
+
+
+@titled("Response lengths")
+def _both_lengths(traces: Mapping[str, Trace]) -> Sequence[Block]:
+    drawn = {name: _lengths(trace) for name, trace in traces.items() if trace.num_rows("outcomes")}
+    if not drawn:
+        raise Lacking("neither has responses")
+    longest = "; ".join(f"{name}: the longest has {lengths[-1]:,.0f} tokens" for name, lengths in drawn.items())
+    alt = f"Share of responses longer than a number of tokens. {longest}."
+    return [Picture.of(_longer_than(drawn), alt=alt, caption=f"{longest}.")]

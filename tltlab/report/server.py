@@ -29,7 +29,7 @@ from tltlab.traces.trace import locate, run_folder
 
 from .page import POLICY, Page, PageTable, Section, Served, render
 from .parts import diagnosis_of, events_part
-from .write import key_figures, report, verdict
+from .write import compare_runs, key_figures, report, verdict
 
 ADDRESS = "127.0.0.1"
 _HEADERS = {
@@ -73,11 +73,12 @@ class Runs:
         states = {name: _state(path) for name, path in runs.items()}
         names = sorted(runs, key=lambda name: (-changed[name], name))
         table = PageTable(
-            caption="A run's name leads to its page.",
+            caption="A run's name leads to its page; two that are ticked are compared.",
             columns=("run", "state", *_COLUMNS, "verdict"),
             rows=tuple((name, *_row(runs[name], changed[name], states[name])) for name in names),
             text_columns=frozenset({0, 1, 2 + len(_COLUMNS)}),
             links=tuple(f"run?run={quote(name)}" for name in names),
+            choose="compare" if len(names) > 1 else "",
         )
         num_live = sum(state == _LIVE for state in states.values())
         return Page(
@@ -89,10 +90,12 @@ class Runs:
             served=Served(live=num_live > 0),
         )
 
-    def page(self, name: str) -> Page:
-        """The page of a run; of one that cannot be read, why. KeyError: no such run."""
-        path = self.paths()[name]
-        return replace(_page(path, _changed(path)), served=Served(home=".", live=_state(path) == _LIVE))
+    def page(self, *names: str) -> Page:
+        """The page of a run, or of two side by side; of what cannot be read, why. KeyError: no such run."""
+        runs = self.paths()
+        paths = [runs[name] for name in names]
+        page = _page(*((path, _changed(path)) for path in paths))
+        return replace(page, served=Served(home=".", live=any(_state(path) == _LIVE for path in paths)))
 
 
 _PARTS = ("trace", "checkpoints")
@@ -125,6 +128,8 @@ def _changed(path: Path) -> int:
 def _row(path: Path, changed: int, state: str) -> tuple[str, ...]:
     """The cells of a run in the list, without its name, until it changes."""
     try:
+        if state == "a result":
+            return (state, *[""] * len(_COLUMNS), report(path, verify=False).verdict)
         trace = read(path)
         figures = dict(key_figures(trace))
         return (state, *(figures.get(name, "–") for name in _COLUMNS), verdict(trace, diagnosis_of(path)))
@@ -133,10 +138,11 @@ def _row(path: Path, changed: int, state: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=24)
-def _page(path: Path, changed: int) -> Page:
-    """The page of a run until it changes."""
+def _page(*runs: tuple[Path, int]) -> Page:
+    """The page of runs, each with when it changed last."""
+    path, *others = (path for path, _ in runs)
     try:
-        return report(path, verify=False)
+        return compare_runs(path, *others) if others else report(path, verify=False)
     except TltlabError as error:
         parts = (events_part(run_folder(locate(path))),)
         return Page(title=path.name, subtitle=_state(path), key_figures=(), parts=parts, verdict=str(error))
@@ -185,10 +191,10 @@ class _Handler(BaseHTTPRequestHandler):
                     status, why = HTTPStatus.MISDIRECTED_REQUEST, f"this is {server.url}"
                 elif address.path == "/":
                     page = server.runs.list_page()
-                elif address.path == "/run" and len(names) == 1:
-                    page = server.runs.page(names[0])
+                elif len(names) == {"/run": 1, "/compare": 2}.get(address.path):
+                    page = server.runs.page(*names)
                 else:
-                    status, why = HTTPStatus.BAD_REQUEST, "a page shows one run"
+                    status, why = HTTPStatus.BAD_REQUEST, "one run is shown, or two are compared"
         except KeyError as error:
             status, why = HTTPStatus.NOT_FOUND, f"there is no {str(error)[:200]} here"
         except Exception as error:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from tltlab.config import leaves
 from tltlab.doctor.signatures import Diagnosis
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import read_json, read_object, write_file
@@ -12,7 +16,7 @@ from tltlab.traces import metrics
 from tltlab.traces.trace import Trace, is_trace, locate, run_folder
 
 from .comparison import comparison_page
-from .page import Page, number, render
+from .page import Block, Lacking, Page, PageTable, Paragraph, Section, number, render, titled
 from .parts import (
     acceptance_part,
     arms_part,
@@ -23,6 +27,7 @@ from .parts import (
     off_policy_part,
     origin_part,
     responses_part,
+    side_by_side_parts,
     steps_part,
     timeline_part,
     verify_part,
@@ -114,6 +119,42 @@ def _rewards(trace: Trace) -> list[float]:
     if steps is None:
         return []
     return steps.loc[steps["rl_step"].isin(trace.rl_steps), "reward_mean"].dropna().tolist()
+
+
+def compare_runs(first: str | Path, second: str | Path) -> Page:
+    """The page of two runs or traces side by side: their figures, charts with both, and the settings that differ.
+
+    Raises TraceError for what is no trace.
+    """
+    traces, runs = (read(first), read(second)), [run_folder(locate(path)) for path in (first, second)]
+    names = tuple(f"{letter}: {Path(path).resolve().name}" for letter, path in zip("AB", (first, second), strict=True))
+    figures = [dict(key_figures(trace)) for trace in traces]
+    rows = tuple((name, *(run.get(name, "–") for run in figures)) for name in dict.fromkeys([*figures[0], *figures[1]]))
+    caption = "Over all RL steps of each. Different runs had different responses and perhaps different machines."
+    blocks = (
+        PageTable(caption=caption, columns=("figure", *names), rows=rows),
+        Paragraph(text="tltlab compare replays policies on the same responses with common random numbers."),
+    )
+    parts = (
+        Section(title="Figures", blocks=blocks),
+        *side_by_side_parts(*traces, names=names),
+        _settings_part([read_object(run / "run.json").get("recipe") for run in runs], names),
+    )
+    return Page(title=" and ".join(names), subtitle=" · ".join(map(str, runs)), key_figures=(), parts=parts)
+
+
+@titled("Settings that differ")
+def _settings_part(recipes: Sequence[Any], names: tuple[str, ...]) -> Sequence[Block]:
+    """The settings in which two recipes differ."""
+    if not all(isinstance(recipe, dict) for recipe in recipes):
+        raise Lacking("not both have a run.json with the recipe")
+    flat = [dict(leaves(recipe)) for recipe in recipes]
+    keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if flat[0].get(key) != flat[1].get(key)]
+    rows = tuple((key, *(json.dumps(of_run[key]) if key in of_run else "–" for of_run in flat)) for key in keys)
+    if not rows:
+        return [Paragraph(text="None: both were started with the same recipe.")]
+    columns = ("setting", *names)
+    return [PageTable(caption="From run.json.", columns=columns, rows=rows, text_columns=frozenset({0, 1, 2}))]
 
 
 def key_figures(trace: Trace) -> tuple[tuple[str, str], ...]:

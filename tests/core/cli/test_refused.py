@@ -19,6 +19,8 @@ COSTS = "costs h100-qwen2.5-7b"
     ("line", "facts"),
     [
         ("simluate", ["'simluate'", "'simulate'"]),
+        ("off-policy traces/tiny --json", ["off-policy", "decisions.parquet"]),
+        ("completion traces/tiny --json", ["completion", "tltlab --install-completion"]),
         ("costs nowhere", ["cpu-small"]),
         (f"{COSTS} --batch 1,x", ["1,x", "--batch"]),
         (f"{COSTS} --batch 0", []),
@@ -28,6 +30,7 @@ COSTS = "costs h100-qwen2.5-7b"
         ("doctor", ["tltlab doctor runs/first"]),
         ("doctor TRACES --json", [str(TRACES)]),
         ("doctor taken.py --json", ["taken.py"]),
+        ("experiment batch-size --fast", ["'experiment'", "tltlab bench", "batch-size", "notebook 09"]),
         ("new experiment", ["'experiment'", "recipe", "policy"]),
         ("new recipie", ["'recipie'", "'recipe'", "policy"]),
         ("new policy My-Policy", ["My-Policy"]),

@@ -2,7 +2,6 @@ import json
 import pickle
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -245,16 +244,6 @@ def test_class_is_policy_that_its_path_names(own):
         pass
 
     assert_refused(Local, "Local")
-
-
-def test_a_module_without_the_class_is_not_imported(own, tmp_path, monkeypatch):
-    (tmp_path / f"pack_{own}").mkdir()
-    for name in ("__init__", "inner"):
-        (tmp_path / f"pack_{own}" / f"{name}.py").write_text("open('imported', 'w').close()\nclass Other: ...\n")
-    monkeypatch.chdir(tmp_path)
-    assert_refused(f"pack_{own}.inner:Missing", f"/pack_{own}/inner.py", "Missing")
-    assert not Path("imported").exists()
-    assert_refused(f"pack_{own}.inner:Other", "subclass")
 
 
 @pytest.mark.parametrize(

@@ -80,12 +80,23 @@ def test_list_has_each_run_and_run_its_page(server):
     assert '<a href=".">All runs</a>' in page
 
 
+def test_two_runs_stand_side_by_side(server):
+    status, page, _ = asked(server.server_port, "/compare?run=a&run=a/inner")
+    assert status == 200
+    assert "A: a and B: inner" in page
+    assert re.search(r"train\.lr</th>\s*<td[^>]*>0\.1</td>\s*<td[^>]*>0\.2</td>", page)
+    assert "train.steps" not in page
+    for query in ("run=a", "run=a&run=a&run=a", ""):
+        status, page, _ = asked(server.server_port, f"/compare?{query}")
+        assert status == 400
+        assert "two are compared" in page
+
+
 @pytest.mark.parametrize(
     "target",
     ["/run?run=../outside", "/run?run=/etc", "/run?run=%2e%2e%2f", "/run?run=link/secret", "/run?run=notes", "/run",
-     "/run?run=a&run=a", "/run?run=a/../a", "/run?run=a%00", "/../../etc/passwd", "//etc/passwd",
-     "/a/trace/manifest.json", "/state?run=x", "/run?run=" + "x" * 5000, "/%2e%2e/%2e%2e/etc/passwd",
-     "http://evil.example/x", "/run?&&&", "*"],
+     "/run?run=a/../a", "/run?run=a%00", "/../../etc/passwd", "//etc/passwd", "/a/trace/manifest.json", "/state?run=x",
+     "/run?run=" + "x" * 5000, "/%2e%2e/%2e%2e/etc/passwd", "http://evil.example/x", "/run?&&&", "*"],
 )  # fmt: skip
 def test_an_unknown_run_is_refused(server, target):
     status, page, headers = asked(server.server_port, target)
@@ -145,6 +156,7 @@ def test_an_unreadable_run_does_not_hide_others(folder, tmp_path):
     runs = Runs(tmp_path)
     assert "outcomes.parquet" in render(runs.list_page())
     assert "outcomes.parquet" in render(runs.page("bad"))
+    assert "outcomes.parquet" in render(runs.page("good", "bad"))
     assert "Response lengths" in render(runs.page("good"))
 
 
