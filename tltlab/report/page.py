@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from pathlib import Path
@@ -12,12 +13,17 @@ import jinja2
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from tltlab.charts import data_uri
+from tltlab.charts import data_uri, inline_svg, series_names
 from tltlab.records import frozen
 
 _TEMPLATES = Path(__file__).parent / "templates"
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""Content security policy of the page: a browser refuses scripts, and whatever is not in the file itself."""
+SCRIPT = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
+"""Sorts tables, shows one of several pictures, enlarges them; without it everything can be read."""
+_SHA = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_SHA}'"
+"""Content security policy of the page: a browser refuses whatever is not in the file itself, and any other script."""
+_MOST_INLINE = 200_000
+"""Characters of SVG that stand in the page itself."""
 _CHART_IN = 8.0
 """Width in inches of the widest figure that stands beside another on a page."""
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -25,21 +31,27 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 @frozen
 class Picture:
-    """An image at `source`. `alt` describes it for readers who cannot see it, `caption` explains how to read it."""
+    """A chart in the page. `alt` describes it for readers who cannot see it, `caption` explains how to read it.
 
-    source: str
+    The chart is an image at `source`, or `svg`, whose series (`names`) can be hidden one by one.
+    """
+
+    source: str = ""
+    svg: str = ""
+    names: tuple[str, ...] = ()
     alt: str
     caption: str
     shape: Literal["wide", "chart", "square"] = "wide"
     kind: Literal["picture"] = "picture"
 
     @classmethod
-    def of(
-        cls, figure: Figure, *, alt: str, caption: str, shape: Literal["wide", "chart", "square"] | None = None
-    ) -> Picture:
+    def of(cls, figure: Figure, *, alt: str, caption: str, shape: Literal["square"] | None = None) -> Picture:
         """The picture of a figure, inside the page."""
-        shape = shape or ("wide" if figure.get_figwidth() > _CHART_IN else "chart")
-        return cls(source=data_uri(figure), alt=alt, caption=caption, shape=shape)
+        names, svg, source = series_names(figure), "", ""
+        if not names or len(svg := inline_svg(figure, names)) > _MOST_INLINE:
+            svg, source, names = "", data_uri(figure), ()
+        return cls(source=source, svg=svg, names=names, alt=alt, caption=caption,
+                   shape=shape or ("wide" if figure.get_figwidth() > _CHART_IN else "chart"))  # fmt: skip
 
     @classmethod
     def of_png(cls, path: Path, *, alt: str, caption: str) -> Picture | None:
@@ -51,6 +63,20 @@ class Picture:
         if not png.startswith(_PNG):
             return None
         return cls(source=f"data:image/png;base64,{base64.b64encode(png).decode()}", alt=alt, caption=caption)
+
+
+@frozen
+class Pictures:
+    """Pictures of one kind, of which a slider shows one at a time, `first` at first; without script all, in order.
+
+    `label` names what differs ("RL step"), `names` its values.
+    """
+
+    pictures: tuple[Picture, ...]
+    label: str
+    names: tuple[str, ...]
+    first: int = 0
+    kind: Literal["pictures"] = "pictures"
 
 
 @frozen
@@ -106,7 +132,26 @@ class Code:
     kind: Literal["code"] = "code"
 
 
-Block = Picture | PageTable | Facts | Paragraph | Items | Code
+@frozen
+class Piece:
+    """Text of one origin: `drafter` 1 to 4 is the colour of its drafter, 0 the model's own; `title` has details."""
+
+    text: str
+    drafter: int = 0
+    title: str = ""
+
+
+@frozen
+class Transcript:
+    """Prompt and response of a model, in pieces; `label` has the facts."""
+
+    label: str
+    pieces: tuple[Piece, ...]
+    prompt: str = ""
+    kind: Literal["response"] = "response"
+
+
+Block = Picture | Pictures | PageTable | Facts | Paragraph | Items | Code | Transcript
 
 
 @frozen
@@ -187,7 +232,7 @@ class Page:
 def render(page: Page) -> str:
     """The page as HTML. Every text is escaped; same page, same characters."""
     # jinja2 would write quotes of the constant policy as entities, which is right but hard to read.
-    return _template().render(page=page, policy=Markup(POLICY))
+    return _template().render(page=page, policy=Markup(POLICY), script=Markup(SCRIPT))
 
 
 @cache

@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from tltlab.files import json_lines, read_object
 from tltlab.importers.token_counts import FolderTokenizer
 from tltlab.stats import paired_ratio
 from tltlab.traces import metrics
+from tltlab.traces.drafts import recorded_drafts
 from tltlab.traces.lanes import median_step
-from tltlab.traces.schema import KEY
+from tltlab.traces.schema import GRAPH_KINDS, KEY
 from tltlab.traces.trace import Trace
 
 from .page import (
@@ -37,6 +39,9 @@ from .page import (
     Paragraph,
     Part,
     Picture,
+    Pictures,
+    Piece,
+    Transcript,
     number,
     records,
     titled,
@@ -54,6 +59,7 @@ _FEWEST_DRAFTS = 20
 """Accept lengths of fewer drafts are not drawn."""
 PERCENTILES = (10, 50, 90, 95, 99, 100)
 _MOST_POINTS = 200
+_MOST_TIMELINES = 6
 _STAGES = ("inference_s", "reward_s", "train_s", "sync_s")
 
 
@@ -227,33 +233,52 @@ from_result = titled(PREDICTED)(_predictions)
 
 @titled("A few responses")
 def responses_part(trace: Trace, run: Path, recipe: Any) -> Sequence[Block]:
-    """The longest, the best and the worst rewarded response of the last RL step.
+    """The longest, the best and the worst rewarded response of the last RL step that drafted.
 
     Their text where the model's tokenizer.json lies in RUN/model or where the recipe's model is, else their token ids.
     """
     if not trace.num_rows("tokens"):
         raise Lacking("the trace has no tokens.parquet, so the texts are not known")
-    last = trace.select(trace.rl_steps[-1:])
+    last = trace.select([_step(trace)])
     tokens = last.tokens
     if tokens is None or tokens.empty:
         raise Lacking("tokens.parquet has none of the last RL step")
     rows = tokens.merge(last.outcomes, on=list(KEY), how="inner", sort=False)
+    try:
+        drafts, notes = recorded_drafts(last)
+    except TltlabError as error:
+        drafts, notes = recorded_drafts(last.replace(iterations=None))[0], [str(error)]
+    names = {str(name): at % 4 + 1 for at, name in enumerate(sorted(drafts["drafter"].dropna().unique()))}
     decode = _decoder(run, recipe)
+    lead = (
+        f"The first {_SHOWN} tokens of responses of RL step {last.rl_steps[0]}; token ids are shown where the model's "
+        "tokenizer is not available. Marked text was drafted and kept. Point at it to see how much of a draft was kept."
+        + ("" if names else " None is known.")
+    )
+    blocks: list[Block] = [Paragraph(text=" ".join([lead, *(f"Note: {note}." for note in notes)]))]
+    if names:
+        legend = tuple(Piece(text=name, drafter=colour) for name, colour in names.items())
+        blocks.append(Transcript(label="Drafters", pieces=legend))
     places: dict[str, Any] = {"The longest": rows["response_tokens"].idxmax()}
     if rows["reward"].nunique() > 1:
         places |= {"The highest reward": rows["reward"].idxmax(), "The lowest reward": rows["reward"].idxmin()}
-    lead = (
-        f"Prompts and the first {_SHOWN} tokens of responses of RL step {last.rl_steps[0]}; token ids are shown where "
-        "the model's tokenizer is not available."
-    )
-    blocks: list[Block] = [Paragraph(text=lead)]
     for label, at in places.items():
         row = rows.loc[at].to_dict()
+        of_row = drafts[(drafts[list(KEY)] == [row[name] for name in KEY]).all(axis=1)]
         reward, num = number(row["reward"], ".3g"), f"{row['response_tokens']:,}"
-        facts = f"{label}: reward {reward}, {num} tokens, ended: {row['finish_reason']}"
-        prompt, response = decode(row["prompt_token_ids"].tolist()), decode(row["token_ids"].tolist()[:_SHOWN])
-        blocks += [Paragraph(text=facts), Code(code=f"{prompt}\n\n{response}", label=label)]
+        facts = f"reward {reward}, {num} tokens, ended: {row['finish_reason']}"
+        pieces = _pieces(row["token_ids"].tolist()[:_SHOWN], of_row, names, decode)
+        prompt = decode(row["prompt_token_ids"].tolist())
+        blocks.append(Transcript(label=f"{label}: {facts}", prompt=prompt, pieces=pieces))
     return blocks
+
+
+def _step(trace: Trace) -> int:
+    """The last RL step in which something was drafted, else the last one."""
+    iterations = trace.iterations
+    if iterations is None or not (iterations["num_drafted"] > 0).any():
+        return trace.rl_steps[-1]
+    return int(iterations.loc[iterations["num_drafted"] > 0, "rl_step"].max())
 
 
 def _decoder(run: Path, recipe: Any) -> Decode:
@@ -263,6 +288,26 @@ def _decoder(run: Path, recipe: Any) -> Decode:
         with suppress(ConfigError):
             return FolderTokenizer(folder).decode
     return lambda ids: " ".join(map(str, ids)) + " "
+
+
+def _pieces(ids: list[int], drafts: pd.DataFrame, colours: Mapping[str, int], decode: Decode) -> tuple[Piece, ...]:
+    """The response in pieces of one origin each."""
+    origin = np.zeros(len(ids), np.int64)  # 0: the model's own; n + 1: kept of draft n
+    rows: list[dict[str, Any]] = drafts.to_dict("records")  # type: ignore[assignment]
+    for at, row in enumerate(rows):
+        origin[int(row["generated_tokens"]) :][: int(row["accepted"])] = at + 1
+    pieces = []
+    for begin, end in pairwise([0, *(np.flatnonzero(np.diff(origin)) + 1).tolist(), len(ids)]):
+        # The text of a token depends on the tokens before it: spaces, and letters that several tokens make.
+        before, through = decode(ids[:begin]).rstrip("\ufffd") if begin else "", decode(ids[:end])
+        text = through[len(before) :] if through.startswith(before) else decode(ids[begin:end])
+        if not origin[begin]:
+            pieces.append(Piece(text=text))
+            continue
+        row = rows[int(origin[begin]) - 1]
+        title = f"{row['drafter']}: {row['accepted']} of up to {row['reach']} drafted tokens were kept"
+        pieces.append(Piece(text=text, drafter=colours[str(row["drafter"])], title=title))
+    return tuple(pieces)
 
 
 def strategy_names(table: pd.DataFrame) -> pd.Series[str]:
@@ -378,23 +423,68 @@ def _arm_order(name: str) -> tuple[bool, str, int, str]:
 
 @titled("Timeline")
 def timeline_part(trace: Trace) -> Sequence[Block]:
-    """The RL step of median rollout time, lane by lane."""
+    """RL steps lane by lane: the first, the last and some between, that of median rollout time shown first."""
     try:
-        step = median_step(trace)
-        figure, part = timeline(trace, rl_step=step), trace.select([step])
+        median = median_step(trace)
+        between = np.linspace(0, len(trace.rl_steps) - 1, min(_MOST_TIMELINES - 1, len(trace.rl_steps)))
+        steps = sorted({median, *(trace.rl_steps[round(place)] for place in between)})
+        pictures = tuple(_timeline_picture(trace, step, median=step == median) for step in steps)
     except TltlabError as error:
         raise Lacking(error) from error
+    if len(pictures) == 1:
+        return pictures
+    names = tuple(map(str, steps))
+    return [Pictures(pictures=pictures, label="RL step", names=names, first=steps.index(median))]
+
+
+def _timeline_picture(trace: Trace, step: int, *, median: bool) -> Picture:
+    figure, part = timeline(trace, rl_step=step), trace.select([step])
     idle, tail = metrics.bubble_fraction(part, idle=True), metrics.tail_fraction(part)
     alt = (
         f"One lane per worker over RL step {step}, and the number of running requests below: "
         f"{number(metrics.rollout_s(part)[step], '.3g', ' s')} of rollout, {number(idle, '.0%')} of worker time idle."
     )
+    label = f"RL step {step}{', of median rollout time' * median}."
     caption = (
-        f"RL step {step}, of median rollout time. Workers are idle for {number(idle, '.0%')} of the rollout: what "
-        f"trains a drafter is not. For {number(tail, '.0%')} of it fewer than 1/8 of the responses were running. "
-        "tltlab timeline draws the others."
+        f"{label} Workers are idle for {number(idle, '.0%')} of the rollout: what trains a drafter is not. For "
+        f"{number(tail, '.0%')} of it fewer than 1/8 of the responses were running."
     )
-    return [Picture.of(figure, alt=alt, caption=caption)]
+    return Picture.of(figure, alt=alt, caption=caption)
+
+
+@titled("CUDA graphs")
+def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Sequence[Block]:
+    """CUDA graphs of the target's passes by draft depth, and captured graphs; `graphs` is the run's graphs.json."""
+    table = trace.iterations
+    if table is None or (table := table[table["graph"].notna()]).empty:
+        raise Lacking("the trace has no CUDA graphs of iterations (graph in iterations.parquet)")
+    blocks: list[Block] = []
+    captured = graphs.get("captured") or [{}]
+    if (mode := captured[0].get("mode")) is not None:
+        first, num_bytes = captured[0], captured[0].get("num_bytes")
+        memory = "" if num_bytes is None else f", which took {num_bytes / 2**30:.2f} GiB"
+        num = f"{len(first['full'])} full and {len(first['piecewise'])} piecewise graphs{memory}"
+        sentence = f"Captured by each of {len(captured)} engines: {num} ({first['runner']} runner, {mode})."
+        blocks.append(Paragraph(text=sentence))
+    shares_of = table.groupby(["draft_depth", "graph"])["duration"].sum().unstack(fill_value=0)
+    decoding = table[table["prefill_tokens"] == 0]
+    tokens = (decoding["batch"] + decoding["num_drafted"]).groupby(decoding["draft_depth"]).sum()
+    padded = 1.0 - tokens / decoding["graph_tokens"].groupby(decoding["draft_depth"]).sum()
+    rows = [
+        {
+            "depth": "plain" if not depth else str(depth),
+            "iterations": int((table["draft_depth"] == depth).sum()),
+            **{kind: row.get(kind, 0.0) / row.sum() for kind in GRAPH_KINDS},
+            "padding": padded.get(depth),
+        }
+        for depth, row in shares_of.iterrows()
+    ]
+    columns = {
+        "depth": ("draft depth", ""), "iterations": ("iterations", ",d"), "full": ("one full graph", ".1%"),
+        "piecewise": ("piecewise", ".1%"), "eager": ("no graph", ".1%"), "padding": ("padding of decoding", ".1%"),
+    }  # fmt: skip
+    caption = "Share of the time of iterations by what the target's pass ran in, as vLLM's dispatcher counted it."
+    return [*blocks, records(rows, columns, caption=caption)]
 
 
 @titled("Response lengths")

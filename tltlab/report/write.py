@@ -23,6 +23,7 @@ from .parts import (
     diagnosis_of,
     events_part,
     findings_part,
+    graphs_part,
     lengths_part,
     off_policy_part,
     origin_part,
@@ -84,9 +85,9 @@ def run_page(source: Path, *, verify: bool) -> Page:
     diagnosis = diagnosis_of(run)
     parts = (
         timeline_part(trace), lengths_part(trace, rows), steps_part(trace, rows), off_policy_part(trace),
-        acceptance_part(trace), arms_part(trace), responses_part(trace, run, run_json.get("recipe")),
-        verify_part(run, trace, summary, compute=verify), findings_part(diagnosis), events_part(run),
-        origin_part(run, trace, run_json),
+        acceptance_part(trace), arms_part(trace), graphs_part(trace, read_object(run / "graphs.json")),
+        responses_part(trace, run, run_json.get("recipe")), verify_part(run, trace, summary, compute=verify),
+        findings_part(diagnosis), events_part(run), origin_part(run, trace, run_json),
     )  # fmt: skip
     manifest = trace.manifest
     kind = "simulated: a prediction, not a measurement" if manifest.kind == "simulated" else manifest.kind

@@ -1,10 +1,12 @@
 """`tltlab report`: what stands on the page, and that it needs nothing outside itself."""
 
 import base64
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import matplotlib
 
@@ -16,21 +18,23 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from tests.refused import refused
-from tltlab.charts import bars, data_uri, lines, save_figure, scatter_identity, shares
+from tltlab.charts import bars, data_uri, inline_svg, lines, save_figure, scatter_identity, series_names, shares
 from tltlab.doctor.signatures import Diagnosis, Finding
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import write_json
-from tltlab.report.page import Absent, Code, PageTable, Section, render
+from tltlab.report.page import Absent, PageTable, Section, Transcript, render
 from tltlab.report.parts import (
     acceptance_part,
     command_line,
+    graphs_part,
     off_policy_part,
     responses_part,
     strategy_names,
     verify_part,
 )
 from tltlab.report.write import report, verdict
-from tltlab.traces.trace import read
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace, read
 
 from ...traces_of_lengths import of_lengths
 
@@ -63,6 +67,21 @@ def made(run):
 @pytest.fixture(scope="module")
 def page(run, made):
     return run.parent / "page.html"
+
+
+def test_what_iterations_ran_in_is_told_by_draft_depth():
+    trace = read(TINY)
+    assert isinstance(graphs_part(trace, {}), Absent)
+    kinds = trace.iterations["draft_depth"].map(lambda depth: "full" if depth else "piecewise")
+    tokens = 2 * (trace.iterations["batch"] + trace.iterations["num_drafted"])
+    ran = trace.replace(iterations=trace.iterations.assign(graph=kinds, graph_tokens=tokens))
+    captured = {"runner": "V1", "mode": "FULL", "full": [[9, None]], "piecewise": [], "num_bytes": 2**30}
+    part = graphs_part(ran, {"planned": None, "captured": [captured, captured]})
+    told, table = part.blocks
+    assert all(fact in told.text for fact in ("2 engines", "1 full", "0 piecewise", "1.00 GiB"))
+    assert table.columns[2:] == ("one full graph", "piecewise", "no graph", "padding of decoding")
+    assert {row[0]: row[2:] for row in table.rows}["plain"] == ("0.0%", "100.0%", "0.0%", "50.0%")
+    assert all(row[2:4] == ("100.0%", "0.0%") for row in table.rows if row[0] != "plain")
 
 
 def test_off_policy_training_is_told_by_rl_step():
@@ -105,7 +124,7 @@ def test_a_run_says_which_parts_are_left_out(page, made):
     assert titles == ["Timeline", "Response lengths", "RL steps", "Accept length by batch", "What the policy chose",
                       "A few responses", "Predicted against measured", "Findings", "Events",
                       "Where it comes from"]  # fmt: skip
-    assert [part.title for part in made.absent] == ["Off-policy training"]
+    assert [part.title for part in made.absent] == ["Off-policy training", "CUDA graphs"]
     text = page.read_text()
     assert "tltlab train &#39;my recipe.toml&#39;" in text
     assert "0.32.0" in text
@@ -116,7 +135,10 @@ def test_the_page_asks_for_nothing_outside_itself(page):
     links = parsed(text)
     assert all(link.startswith(("data:image/", "#")) for link in links.found)
     assert not links.tags & {"link", "iframe", "object", "embed", "base", "form"}
-    assert "<script" not in text
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    sha = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{sha}'" in text, "no other script runs"
+    assert text.count("<script") == 1
     assert not re.findall(r"url\((?!#)", text)
     assert "@import" not in text
     assert "default-src 'none'" in text
@@ -130,12 +152,15 @@ def test_a_problem_leads_the_verdict():
     assert verdict(read(TINY), Diagnosis(findings=tuple(found))).startswith("PROBLEM: problem. problem seen Workers")
 
 
-def test_the_verdict_comes_before_the_timeline(page, made):
+def test_the_verdict_comes_before_a_slider_of_timelines(page, made):
     text = page.read_text()
     assert made.verdict.startswith("Workers were idle for ")
     assert text.index("Workers were idle for ") < text.index("<dl class=") < text.index("<h2")
-    (picture,) = made.sections[0].blocks
-    assert "of median rollout time" in picture.caption
+    (slides,) = [block for section in made.sections for block in section.blocks if block.kind == "pictures"]
+    assert slides.names == ("0", "1")
+    assert "of median rollout time" in slides.pictures[slides.first].caption
+    assert text.count('data-name="') == len(slides.pictures)
+    assert "prefers-color-scheme: dark" in text
 
 
 def test_pictures_have_words_and_headings_go_in_order(page):
@@ -146,6 +171,59 @@ def test_pictures_have_words_and_headings_go_in_order(page):
     assert all(len(image.get("alt") or image["aria-label"]) > 20 for image in links.images)
 
 
+def test_series_of_a_chart_can_be_told_apart_by_a_script(page):
+    names = ["none", "<b>ngram:4</b>", "learned"]
+    figure = lines({name: ([0, 1], [i, 1]) for i, name in enumerate(names)}, xlabel="x", ylabel="y", title="t",
+                   bands={"none": ([0, 0], [1, 1])})  # fmt: skip
+    columns = shares([0, 1], {"a": [1, 0], "nothing": [0, 0], "b": [0, 1]}, xlabel="x", title="t")
+    assert series_names(columns) == ("a", "b")
+    for drawn, told in ((figure, names), (columns, ["a", "b"])):
+        root = ElementTree.fromstring(inline_svg(drawn, series_names(drawn)))
+        parts = [part for part in root.iter() if part.get("data-series")]
+        svg = "{http://www.w3.org/2000/svg}"
+        assert {(part.get("data-series"), part.find(f"{svg}title").text) for part in parts} == {
+            (str(i), name) for i, name in enumerate(told)
+        }
+        assert root.find(f".//{svg}style") is None
+    assert series_names(bars(["off"], [1.0], xlabel="s", title="t")) == ()
+    text = page.read_text()
+    assert 'class="chart"' in text
+    assert "data-names=" in text
+
+
+def test_responses_are_marked_where_a_draft_was_kept(tmp_path):
+    """Three responses on one worker: tokens 1, drafts of depth 2 that keep 2, 0 and 1 for the first of them."""
+    key = {"rl_step": 0, "prompt_id": "p", "sample": [0, 1, 2], "turn": 0}
+    kept = [[0, 0, 0], [2, 0, 1], [0, 1], [1]]
+    lengths = [1 + 3 + 1 + 2, 1 + 1 + 2, 1 + 2]
+    iterations = pd.DataFrame(
+        {
+            "rl_step": 0, "worker": 0, "iteration": range(4), "t_start": range(4), "duration": 1.0,
+            "batch": [3, 3, 2, 1], "context_tokens": 10, "prefill_tokens": 0, "drafter": [None, *["ngram"] * 3],
+            "draft_depth": [0, 2, 2, 2], "top_k": [0, 1, 1, 1], "tokens_to_verify": [1, 3, 3, 3],
+            "num_drafted": [0, 6, 4, 2], "num_accepted": [sum(row) for row in kept],
+            "num_generated": [len(row) + sum(row) for row in kept], "accepted_per_request": kept,
+        }
+    )  # fmt: skip
+    workload = pd.DataFrame({**key, "epoch": 0, "prompt_tokens": 2, "max_response_tokens": 99, "policy_version": 0})
+    outcomes = pd.DataFrame({**key, "response_tokens": lengths, "finish_reason": "stop", "reward": [0.5, 1.0, 0.0],
+                             "worker": 0, "t_submit": 0.0, "t_finish": [4.0, 3.0, 2.0]})  # fmt: skip
+    tokens = pd.DataFrame({**key, "prompt_token_ids": [[8, 9]] * 3, "token_ids": [list(range(n)) for n in lengths]})
+    tables = {"workload": workload, "outcomes": outcomes, "tokens": tokens, "iterations": iterations}
+    part = responses_part(Trace.from_tables(Manifest(kind="recorded"), tables), tmp_path, None)
+    drafters, longest, highest, lowest = (block for block in part.blocks if isinstance(block, Transcript))
+    assert [(piece.text, piece.drafter) for piece in drafters.pieces] == [("ngram", 1)]
+    assert all(fact in longest.label for fact in ("longest", "reward 0.5", "7 tokens", "stop"))
+    assert all(fact in highest.label for fact in ("highest", "reward 1,"))
+    assert all(fact in lowest.label for fact in ("lowest", "reward 0,"))
+    assert longest.prompt == "8 9 "
+    assert [(piece.text, piece.drafter) for piece in longest.pieces] == [
+        ("0 ", 0), ("1 2 ", 1), ("3 4 ", 0), ("5 ", 1), ("6 ", 0)
+    ]  # fmt: skip
+    assert longest.pieces[1].title == "ngram: 2 of up to 2 drafted tokens were kept"
+    assert "token ids are shown" in part.blocks[0].text.lower()
+
+
 def test_a_long_response_begins_in_its_own_words(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     (tmp_path / "model").mkdir()
@@ -153,21 +231,9 @@ def test_a_long_response_begins_in_its_own_words(tmp_path):
     key = {"rl_step": 0, "prompt_id": "p0", "sample": [0], "turn": 0}
     tokens = pd.DataFrame({**key, "prompt_token_ids": [[1]], "token_ids": [[0, 1] * 300]})
     part = responses_part(of_lengths([600]).replace(tokens=tokens), tmp_path, None)
-    assert [block.code for block in part.blocks if isinstance(block, Code)] == [f"b\n\n{' '.join('ab' * 200)}"]
-
-
-def test_the_longest_the_best_and_the_worst_response_are_shown(tmp_path):
-    key = {"rl_step": 0, "prompt_id": ["p0", "p1", "p2"], "sample": 0, "turn": 0}
-    trace = of_lengths([7, 4, 3], max_response_tokens=9)
-    tokens = pd.DataFrame({**key, "prompt_token_ids": [[8, 9]] * 3, "token_ids": [list(range(n)) for n in (7, 4, 3)]})
-    rewarded = trace.outcomes.assign(reward=np.array([0.5, 1.0, 0.0], np.float32))
-    part = responses_part(trace.replace(tokens=tokens, outcomes=rewarded), tmp_path, None)
-    lead, longest, text, highest, _, lowest, _ = part.blocks
-    assert "token ids are shown" in lead.text
-    assert text.code == "8 9 \n\n0 1 2 3 4 5 6 "
-    assert all(fact in longest.text for fact in ("longest", "reward 0.5", "7 tokens", "stop"))
-    assert all(fact in highest.text for fact in ("highest", "reward 1,"))
-    assert all(fact in lowest.text for fact in ("lowest", "reward 0,"))
+    (told,) = (block for block in part.blocks if isinstance(block, Transcript))
+    assert [piece.text for piece in told.pieces] == [" ".join("ab" * 200)]
+    assert "attributed" in part.blocks[0].text
 
 
 def test_lengths_alone_make_a_page(tmp_path):
@@ -279,7 +345,7 @@ def test_the_command_writes_the_same_bytes(run, page, command):
     assert Path(told["out"]) == run / "report.html"
     assert told["bytes"] == (run / "report.html").stat().st_size
     assert (run / "report.html").read_bytes() == page.read_bytes()
-    assert "Off-policy training" in told["left_out"]
+    assert "CUDA graphs" in told["left_out"]
 
 
 def test_predictions_are_read_computed_or_left_out(tmp_path):
@@ -343,3 +409,5 @@ def test_no_text_of_a_chart_is_cut_off(tmp_path, draw):
     inches = figure.get_tightbbox()
     assert min(inches.x0, inches.y0) > -0.01
     assert max(inches.x1 - figure.get_figwidth(), inches.y1 - figure.get_figheight()) < 0.01
+    # Letters of 9 pixels that stand upright reach 7 to the left of their line.
+    assert all(float(x) > 7 for x in re.findall(r"rotate\(-90 (\S+)", inline_svg(draw(), LONG_NAMES)))

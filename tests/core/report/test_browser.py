@@ -1,0 +1,159 @@
+"""Pages in Chromium: wide, on a phone, in the dark and in print, and that what the script promises happens."""
+
+import re
+import threading
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import pytest
+
+from tests.core.report.in_browser import CHROMIUM, in_browser
+from tltlab.files import write_json
+from tltlab.report.server import Runs, Server
+from tltlab.report.write import report
+from tltlab.traces.trace import read
+
+TINY = Path(__file__).parents[3] / "traces" / "tiny"
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
+WIDE, PHONE = 1280, 390
+LOOK = """{
+    width: document.documentElement.scrollWidth, window: innerWidth,
+    dark: matchMedia("(prefers-color-scheme: dark)").matches,
+    paper: getComputedStyle(document.querySelector("main")).backgroundColor,
+    asked: performance.getEntriesByType("resource").map(entry => entry.name).filter(name => !name.startsWith("data:")),
+    pictures: [...document.images].map(image => image.naturalWidth),
+}"""
+SORT = """(() => {
+    const table = document.querySelector("table"), cells = () => [...table.tBodies[0].rows].map(row =>
+        parseFloat(row.children[2].textContent.replaceAll(",", "")));
+    const button = table.querySelectorAll("thead th button")[2];
+    button.click();
+    const up = cells();
+    button.click();
+    return [up, cells(), table.querySelectorAll("thead th")[2].ariaSort];
+})()"""
+SLIDE = """(() => {
+    const group = document.querySelector(".slides"), slider = group.querySelector("input");
+    const all = [...group.querySelectorAll("figure")];
+    const shown = () => all.filter(one => one.offsetHeight).map(one => one.dataset.name), first = shown();
+    slider.value = slider.max - slider.value;
+    slider.dispatchEvent(new Event("input"));
+    return [first, shown(), group.querySelector("output").textContent];
+})()"""
+TOGGLE = """(() => {
+    const chart = document.querySelector(".picture[data-names]"), drawn = () => [...chart.querySelectorAll(
+        "[data-series='0']")].filter(part => getComputedStyle(part).display !== "none").length;
+    const before = drawn();
+    chart.previousElementSibling.querySelector("input").click();
+    return [before, drawn()];
+})()"""
+ENLARGE = """(() => {
+    const box = document.querySelector("figure:not([hidden]) .picture");
+    const width = () => box.firstElementChild.getBoundingClientRect().width, small = width();
+    box.click();
+    return [small, width(), document.documentElement.scrollWidth];
+})()"""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """The page of a RUN with a hostile name, and of a comparison."""
+    folder = tmp_path_factory.mktemp("pages")
+    trace = read(TINY).select([0, 1])
+    hostile = "<script src='http://evil.example/x.js'></script><img src=http://evil.example/y.png>"
+    manifest = trace.manifest.model_copy(update={"name": hostile})
+    trace.replace(manifest=manifest).write(folder / "run" / "trace")
+    steps = [{"rl_step": s, "policy": "a\"b'<i>", "measured_s": 1.0 + s, "predicted_s": 1.1 + s, "error": 0.1}
+             for s in trace.rl_steps]  # fmt: skip
+    write_json(folder / "run" / "summary.json", {"verify": {"steps": steps, "median_error": 0.1, "worst_error": 0.1}})
+    row = {"system": "tlt", "makespan_s": 2.0, "ratio": 0.8, "ratio_low": 0.7, "ratio_high": 0.9, "lossless": True}
+    plain = row | {"system": "verl", "makespan_s": 2.5, "ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0}
+    slow = row | {"system": "long-name-of-a-system", "makespan_s": 12.5, "ratio": 5.0, "ratio_low": None}
+    write_json(folder / "compared.json", {"rows": [row, plain, slow], "baseline": "verl"})
+    report(folder / "run", out=folder / "run.html")
+    report(folder / "compared.json", out=folder / "compared.html")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def looked(pages):
+    """(page, width, dark) -> what each of the scripts gave."""
+    scripts = {"run": [LOOK, SORT, SLIDE, TOGGLE, LOOK, ENLARGE], "compared": [LOOK, LOOK]}
+    cases = [(name, width) for name in scripts for width in (WIDE, PHONE)]
+    found = {}
+    for dark in (False, True):
+        loads = [
+            {"url": (pages / f"{name}.html").as_uri(), "width": width, "scripts": scripts[name]}
+            for name, width in cases
+        ]
+        loads += [{"url": (pages / "run.html").as_uri(), "width": WIDE, "scripts": [], "pdf": str(pages / "run.pdf")}]
+        found |= {
+            (*case, dark): answer for case, answer in zip([*cases, ("pdf", 0)], in_browser(loads, dark), strict=True)
+        }
+    return found
+
+
+def test_pages_fit_their_window_and_request_nothing(looked):
+    for (name, width, dark), answers in looked.items():
+        for look in (answer for answer in answers if isinstance(answer, dict)):
+            assert look["window"] == width
+            assert look["width"] <= width, name
+            assert look["asked"] == []
+            assert min(look["pictures"], default=999) > 100
+            assert look["dark"] is dark
+            assert (look["paper"] == "rgb(255, 255, 255)") is not dark
+
+
+def test_interactive_parts_of_a_page_work(looked):
+    for (name, width, _), answers in looked.items():
+        if name != "run":
+            continue
+        _, (up, down, order), (first, last, told), (drawn, left), _, (small, large, page) = answers
+        assert up == sorted(up)
+        assert down == sorted(up, reverse=True)
+        assert order == "descending"
+        assert len(first) == 1
+        assert last == [told]
+        assert first != last
+        assert drawn > 0
+        assert left == 0
+        assert large >= 960
+        assert small > width or width == WIDE
+        assert page <= width
+
+
+def test_type_in_charts_can_be_read_on_phone(pages):
+    sizes = """[...document.querySelectorAll("svg.chart text")].filter(text => text.getClientRects().length).map(text =>
+        parseFloat(getComputedStyle(text).fontSize) * Math.hypot(text.getScreenCTM().a, text.getScreenCTM().b))"""
+    pages_of = [{"url": (pages / "run.html").as_uri(), "width": width, "scripts": [sizes]} for width in (WIDE, PHONE)]
+    for ((found,),) in zip(in_browser(pages_of), strict=True):
+        assert min(found) >= 10.9
+
+
+def test_nothing_is_cut_in_print(pages, looked):
+    pdf = (pages / "run.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF")
+    assert 3 <= len(re.findall(rb"/Type /Page\b", pdf)) <= 20
+    # The print style on a screen as wide as A4 between its margins: what is wider there would be cut on paper.
+    (pages / "print.html").write_text((pages / "run.html").read_text().replace("@media print", "@media all"))
+    wide = "Math.max(...[...document.querySelectorAll('html, .scroll table')].map(part => part.scrollWidth))"
+    ((found,),) = in_browser([{"url": (pages / "print.html").as_uri(), "width": 687, "scripts": [wide]}])
+    assert found <= 687
+
+
+def test_list_of_runs_is_served_to_browser(pages):
+    with Server(Runs(pages)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            names = "[...document.querySelectorAll('tbody a')].map(link => link.textContent)"
+            tick = "document.querySelectorAll('thead th button').length"
+            ((found, buttons),) = in_browser([{"url": server.url, "width": PHONE, "scripts": [names, tick]}])
+        finally:
+            server.shutdown()
+            thread.join()
+    assert found == ["run"]
+    assert buttons == 6
