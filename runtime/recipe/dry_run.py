@@ -28,7 +28,7 @@ from tltlab.runtime.engine.graphs import plan_graphs
 from .engines import context_tokens, drafters_of, engine_build, requests_per_engine, shape_of, vllm_batch
 from .gpus import Bundles, bundles_of, places_of, weight_transport
 from .recipe import Recipe, system_settings
-from .rules import uneven_minibatches
+from .rules import long_warmup, uneven_minibatches
 
 GRAPH_BYTES = 2 << 30
 """For CUDA graphs that are not planned: a constant."""
@@ -443,7 +443,7 @@ def plan_of(recipe: Recipe) -> RunPlan:
             f"train.sampling_rounds = {recipe.train.sampling_rounds}: an RL step rolls out up to as many times, for "
             "prompts whose rewards do not differ"
         )
-    notes += uneven_minibatches(recipe)
+    notes += [*uneven_minibatches(recipe), *long_warmup(recipe)]
     if sizes.on_gpu:
         notes.append(
             "when trainers start, rank 0 reads the whole model in float32 on its host: "

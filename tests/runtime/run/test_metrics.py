@@ -1,12 +1,14 @@
 """The figures of an RL step, from rows as a run makes them."""
 
 import math
+from itertools import combinations
 
 import numpy as np
 import pytest
 
 from tltlab.runtime.engine.generation import GenerationRequest
-from tltlab.runtime.run.rows import StepReport, step_metrics, step_rows
+from tltlab.runtime.recipe.sections import EvalConfig
+from tltlab.runtime.run.rows import StepReport, heldout_figures, step_metrics, step_rows
 
 from ..rollout.scripted_engines import response, rolled
 
@@ -149,3 +151,21 @@ def test_spans_name_strategies_terms_and_idle_time():
         ("spot_train", 7.0, 1.0, 0, "term 5"),
         ("idle", 8.0, 2.0, 0, None),
     ]
+
+
+def test_pass_at_k_is_a_mean_over_all_choices():
+    rng = np.random.default_rng(0)
+    rewards = rng.choice([-1.0, 0.0, 0.5, 1.0], (6, 5)).tolist()
+    flat = [reward for of_prompt in rewards for reward in of_prompt]
+    for above in (0.0, 0.5):
+        config = EvalConfig(samples=5, pass_at=(1, 2, 5), pass_above=above)
+        found = heldout_figures("math", flat, config)
+        assert found.pop("reward/heldout/math") == pytest.approx(np.mean(flat))
+        expected = {
+            f"reward/heldout/math/pass@{k}": np.mean(
+                [max(choice) > above for of_prompt in rewards for choice in combinations(of_prompt, k)]
+            )
+            for k in (1, 2, 5)
+        }
+        assert found == pytest.approx(expected)
+    assert list(heldout_figures("", flat[:2], EvalConfig())) == ["reward/heldout"]

@@ -1,6 +1,7 @@
 """Going back, with stand-ins for actors that tell in which order they were asked."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -118,10 +119,38 @@ def test_a_policy_set_later_recurs(tmp_path):
 def test_an_evaluation_of_no_prompts_asks_no_engine(asked, default, tmp_path):
     run, log = GrpoRun.__new__(GrpoRun), []
     run.recipe = small_recipe(data={"train": "t", "heldout": "h"}, eval={"num_prompts": default})
-    run.data, run.state = SimpleNamespace(heldout=["a prompt", "another"]), RunState()
+    run.data, run.state = SimpleNamespace(heldout={"": ["a prompt", "another"]}), RunState()
     run.actors = Actors(log)
     assert math.isnan(run.evaluate(asked))
     assert log == []
+
+
+def test_the_best_policy_is_kept_whole(tmp_path):
+    run, saved = GrpoRun.__new__(GrpoRun), []
+
+    def save(folder):
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "weights").write_text(str(saved[-1]))
+        if saved[-1] == "killed":
+            raise KeyboardInterrupt
+
+    run.actors, run.trainers, run.state = Actors([]), SimpleNamespace(save=save), RunState()
+    run.checkpoints, run.recovery = RunCheckpoints(tmp_path, 2), None
+    for rl_step, reward, kept in ((2, 0.5, 2), (4, 0.5, 2), (6, 0.75, 6), (8, 0.25, 6), (4, 0.25, 4), (6, 0.75, 6)):
+        run.state.rl_step = rl_step
+        saved.append(rl_step)
+        run.keep_best(reward)
+        assert (tmp_path / "best" / "weights").read_text() == str(kept)
+        assert run.best["rl_step"] == kept
+    saved.append("killed")
+    with pytest.raises(KeyboardInterrupt):
+        run.keep_best(0.9)
+    assert (tmp_path / "best" / "weights").read_text() == "6"
+    (tmp_path / "best").rename(tmp_path / ".best.replaced")  # killed between two renames
+    saved.append("again")
+    run.keep_best(0.9)
+    assert (tmp_path / "best" / "weights").read_text() == "again"
+    assert {path.name for path in tmp_path.iterdir()} == {"best"}
 
 
 def test_a_repetition_that_does_not_count_is_reported(tmp_path):
