@@ -78,12 +78,10 @@ def test_an_excluded_prompt_keeps_its_turn():
 
 def test_a_prompt_given_back_comes_again_in_its_epoch():
     order = DataOrder(6, seed=0)
-    first, *others = order.take(4)
-    order.again([first, (-1, others[0][1])])
-    rest = order.take(3)
-    assert rest[-1] == first
-    assert sorted({first, *others, *rest}) == [(0, number) for number in range(6)]
-    order.again(rest[:1])
+    first, second, *_ = order.take(4)
+    order.again([first, (-1, second[1])])
+    assert order.take(3)[-1] == first
+    order.again([first])
     assert order.take(2)[0][0] == 1, "what does not fill a batch waits for the next epoch"
 
 

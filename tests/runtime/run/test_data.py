@@ -26,14 +26,6 @@ def test_prompts_recur_in_the_datas_order(recipe_file):
     assert run.next_use(taken, rl_steps_left=0) == [None] * 8
 
 
-def test_a_run_in_epochs_has_steps_and_named_sets(recipe_file):
-    heldout = recipe_file.parent / "heldout.jsonl"
-    read = data(recipe_file, "train.epochs=1.5", f'data.heldout={{"a":"{heldout}","b":"{heldout}"}}')
-    assert (read.recipe.train.steps, len(read.train)) == (12, 32)
-    assert {name: len(prompts) for name, prompts in read.heldout.items()} == {"a": 16, "b": 16}
-    assert list(data(recipe_file).heldout) == [""]
-
-
 def data(recipe_file, *settings):
     recipe = load_recipe(recipe_file, settings)
     return RunData(recipe, load_tokenizer(recipe.model))

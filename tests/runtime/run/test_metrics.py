@@ -154,18 +154,11 @@ def test_spans_name_strategies_terms_and_idle_time():
 
 
 def test_pass_at_k_is_a_mean_over_all_choices():
-    rng = np.random.default_rng(0)
-    rewards = rng.choice([-1.0, 0.0, 0.5, 1.0], (6, 5)).tolist()
-    flat = [reward for of_prompt in rewards for reward in of_prompt]
-    for above in (0.0, 0.5):
-        config = EvalConfig(samples=5, pass_at=(1, 2, 5), pass_above=above)
-        found = heldout_figures("math", flat, config)
-        assert found.pop("reward/heldout/math") == pytest.approx(np.mean(flat))
-        expected = {
-            f"reward/heldout/math/pass@{k}": np.mean(
-                [max(choice) > above for of_prompt in rewards for choice in combinations(of_prompt, k)]
-            )
-            for k in (1, 2, 5)
-        }
-        assert found == pytest.approx(expected)
-    assert list(heldout_figures("", flat[:2], EvalConfig())) == ["reward/heldout"]
+    rewards = np.random.default_rng(0).choice([-1.0, 0.0, 0.5, 1.0], (6, 5))
+    expected = {
+        f"reward/heldout/math/pass@{k}": np.mean([max(few) > 0.5 for row in rewards for few in combinations(row, k)])
+        for k in (1, 2, 5)
+    }
+    expected["reward/heldout/math"] = rewards.mean()
+    config = EvalConfig(samples=5, pass_at=(1, 2, 5), pass_above=0.5)
+    assert heldout_figures("math", rewards.flatten().tolist(), config) == pytest.approx(expected)
