@@ -147,8 +147,8 @@ class RolloutConfig(FiniteModel):
     GPUs; a worker without tensor parallelism may take a share of a GPU (`gpus_per_worker`, None: 1 where there are
     GPUs). vLLM's own arguments go into `vllm`.
 
-    A response also ends with the token that completes a string of `stop` in its text, special tokens included. That
-    token is its last, with and without drafts, and is trained on.
+    A response also ends with the token that completes a string of `stop` in its text, special tokens included: this
+    token is the last one, with and without drafts, and is trained on.
 
     With `one_step_off` engines roll out the next RL step, under their current weights, while the trainer learns from
     this one: off-policy by one update, weighted by `train.correction`. Rollouts do not overlap a checkpoint, so that a
@@ -239,15 +239,15 @@ class TrainConfig(FiniteModel):
 
     `lr` has a default for models of a few million parameters: above 100 M it has to be set (1e-6 is usual).
 
-    A run has `steps` RL steps, or those of `epochs`: as many as it takes to draw every prompt so often, with
-    `rollout.prompts_per_step` to an RL step (dynamic sampling draws more; a group that it drops counts as drawn, and
-    its prompt comes again in the next epoch). AdamW with `betas` and `weight_decay`, which with `decay_all` false
-    exempts norms and biases (parameters of one dimension); gradients are clipped at a norm of `max_grad_norm`. The rate
-    rises linearly over the first `warmup_steps` optimizer steps. Then `lr_schedule` keeps it, or lets it fall to
-    `lr_min_share` of `lr` by the end of the run, by a half "cosine" or a "linear" ramp over all mini-batches, with or
-    without a gradient. A run that is resumed with more RL steps continues on the ramp of the longer run. `passes` is
-    the number of times that an RL step's responses are trained on, each time in another random order; ratios are to the
-    policy before the first.
+    A run has `steps` RL steps. With `epochs` instead it has as many as it takes to draw every prompt so often,
+    `rollout.prompts_per_step` in each (dynamic sampling draws more: a group that it drops counts as drawn, and its
+    prompt comes again in the next epoch). AdamW with `betas` and `weight_decay`; with `decay_all` false norms and
+    biases, parameters of one dimension, do not decay; gradients are clipped at a norm of `max_grad_norm`. The rate
+    rises linearly over the first `warmup_steps` optimizer steps. Then it stays, or with an `lr_schedule` falls by a
+    "linear" ramp or half a "cosine" over all mini-batches, with or without a gradient, until the run ends.
+    `lr_min_share` is the share of `lr` that it falls to. Resumed with more RL steps, a run continues on the ramp of the
+    longer run. `passes` is how often an RL step's responses are trained on, each time in another random order; ratios
+    are to the policy before the first pass.
 
     Loss. `minibatches` optimizer steps per RL step; ratios are clipped to [1 - `clip_low`, 1 + `clip_high`]. `kl_coef`
     weighs the divergence from the initial model (0: none). `advantage_scale`: rewards less their group's mean are
@@ -323,8 +323,9 @@ class EvalConfig(FiniteModel):
     `samples` responses to each of the first `num_prompts` prompts of a held-out set (0: no evaluation) are drawn as in
     rollouts, at `temperature` (None: the rollouts', 0: greedily). `reward/heldout` is their mean reward (mean@samples),
     where there are several sets the mean of `reward/heldout/NAME`. For each k of `pass_at`, `pass@k` is the probability
-    that a prompt is solved by one of k responses, 1 - C(n - c, k) / C(n, k), where c of n = `samples` rewards are above
-    `pass_above` (Chen et al. 2021, arXiv 2107.03374, Eq. 1: unbiased), as a mean over prompts.
+    that one of k responses to a prompt passes, a mean over prompts of 1 - C(n - c, k) / C(n, k), where c of n responses
+    pass (unbiased: Chen et al. 2021, arXiv 2107.03374, Eq. 1). A response passes with a reward above `pass_above`. A
+    run that is resumed where an evaluation is due makes it again.
     """
 
     num_prompts: int = Field(default=256, ge=0)
