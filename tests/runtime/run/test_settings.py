@@ -28,11 +28,11 @@ def test_a_run_with_all_settings_resumes_bit_by_bit(recipe_file, tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
     recipe = load_recipe(recipe_file, [*SETTINGS, f"data.heldout={json.dumps(heldout)}"])
     summary = train(recipe, whole)
-    assert summary["grpo_steps"] == json.loads((whole / "run.json").read_text())["recipe"]["train"]["steps"] == 4
+    resolved = resumed_recipe(whole, (), ["parity"])
+    assert summary["grpo_steps"] == resolved.train.steps == 4
     assert {"reward/heldout", "reward/heldout/train/pass@3"} < summary["heldout"].keys()
     assert summary["best"]["reward"] >= summary["reward_last"]
     reports = json.loads((whole / "checkpoints" / "step-000004" / "state.json").read_text())["reports"]
-    resolved = resumed_recipe(whole, (), ["parity"])
     rates = [learning_rate(resolved.train, 4 * n + 3, 4 * n + 3) for n in range(4)]
     assert [report["metrics"]["lr"] for report in reports] == pytest.approx(rates)
 
