@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,21 @@ class DataOrder:
         self._order = _epoch_order(self.num_prompts, epoch, self.seed)
         self._next = 0
         self._passed_over: list[int] = []
+        self._again: list[int] = []
+
+    def again(self, batch: Iterable[tuple[int, int]]) -> None:
+        """Give back prompts that `take` returned, as (epoch, prompt number): they come again at the end of the epoch.
+
+        Those of an earlier epoch come again in this one in any case.
+
+        >>> order = DataOrder(4, seed=0)
+        >>> order.again(order.take(2)[:1])
+        >>> order.take(3)
+        [(0, 3), (0, 1), (0, 2)]
+        """
+        again = [number for epoch, number in batch if epoch == self.epoch]
+        self._again += again
+        self._order += again
 
     def take(self, n: int, exclude: Collection[int] = ()) -> list[tuple[int, int]]:
         """Return (epoch, prompt number) of the next `n` prompts, none of them in `exclude` and none twice.
@@ -79,6 +94,7 @@ class DataOrder:
             "epoch": self.epoch,
             "next": self._next,
             "passed_over": list(self._passed_over),
+            "again": list(self._again),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -90,6 +106,9 @@ class DataOrder:
                 )
         self._begin(state["epoch"])
         self._next, self._passed_over = state["next"], list(state["passed_over"])
+        # Earlier versions wrote none.
+        self._again = list(state.get("again", ()))
+        self._order += self._again
 
 
 def prompt_batch(num_prompts: int, rl_step: int, size: int, seed: int) -> list[tuple[int, int]]:

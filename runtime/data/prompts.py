@@ -92,7 +92,9 @@ def _prompts(source: str, config: DataConfig, tokenizer: Any, split: str) -> Ite
         _check_unicode(json.dumps(messages, ensure_ascii=False, default=str), config.prompt_column, origin)
         if config.chat:
             try:
-                encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+                encoded = tokenizer.apply_chat_template(
+                    messages, **config.chat_template_kwargs, add_generation_prompt=True, return_dict=True
+                )
             except Exception as error:  # a template, or its output in the tokenizer, may raise anything
                 why = f"the model's chat template refuses the prompt: {one_line(error)}"
                 raise ConfigError(f"{origin}: {why}") from error

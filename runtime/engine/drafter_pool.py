@@ -259,7 +259,7 @@ class DrafterPool(Mapping[str, DrafterState]):
             return [name] * len(drafts), drafts
         first, otherwise = spec.first, spec.otherwise
         estimate = self._accept_estimates.get(otherwise, 0.0) if otherwise != self.learned or self._serves() else 0.0
-        firsts = self._drafter_feeds[first].propose_all(depths)
+        firsts = self._drafter_feeds[first].drafter.propose_all(depths)
         names, drafts = [first] * len(firsts), [draft.tokens for draft in firsts]
         places = [n for n, (_, depth) in enumerate(depths) if not spec.choose(firsts[n], min(estimate, depth))]
         name, replacements = self._propose(otherwise, [depths[n] for n in places], [learned[n] for n in places])

@@ -43,6 +43,7 @@ from .generation import (
 )
 from .graphs import CapturedGraphs, GraphPlan
 from .requests import LiveRequest
+from .stops import StopStrings
 
 CAPTURE_SHARE = 0.25
 """Share of a host's free memory for the hidden states of running requests."""
@@ -119,6 +120,10 @@ class Engine:
             self.control.set_policy(policy, [self.seed, self.worker] if seed is None else list(seed))
         else:
             self.control.set_selector(policy)
+
+    def stop_at(self, strings: Sequence[str], tokenizer: Any, most: int) -> None:
+        """End later responses, of up to `most` tokens in all, where their text has one of these (`StopStrings`)."""
+        adapter.scheduler_of(self.llm).stops = StopStrings(strings, tokenizer, most)
 
     def warm_up(self, temperature: float) -> None:
         """Run plain and speculative iterations once, so that no rollout pays for first iterations; sets no policy."""

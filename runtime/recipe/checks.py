@@ -116,10 +116,10 @@ def sequence_parallel(recipe: Recipe) -> Iterator[str]:
 
 
 def data(recipe: Recipe) -> Iterator[str]:
-    for field, source in (("data.train", recipe.data.train), ("data.heldout", recipe.data.heldout)):
+    for field, source in recipe.data.sources.items():
         if source == "":
             yield f"{field} is empty: name a file, a folder or a dataset"
-        elif source is not None and not Path(source).exists():
+        elif not Path(source).exists():
             of_a_file = any(suffix in _FILES for suffix in Path(source).suffixes[-2:])
             if of_a_file or _is_a_path(source):
                 yield f"{field}: cannot read {source}: there is no such file or folder"
@@ -127,9 +127,8 @@ def data(recipe: Recipe) -> Iterator[str]:
 
 def first_rows(recipe: Recipe) -> Iterator[str]:
     """Complain about columns that the first row of a file lacks."""
-    for source in (recipe.data.train, recipe.data.heldout):
-        if source is not None:
-            yield from _all_of(first_row, source, recipe.data)
+    for source in recipe.data.sources.values():
+        yield from _all_of(first_row, source, recipe.data)
 
 
 def enough_prompts(recipe: Recipe) -> Iterator[str]:
@@ -214,19 +213,26 @@ def learning_rate(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def prompt_notes(recipe: Recipe) -> tuple[str, ...]:
-    """Return a run's notes on its prompts, all of which are read; none where prompts or tokenizer are not here.
+def with_prompts(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
+    """Return the recipe in RL steps, and a run's notes on its prompts, all of which are read.
 
-    ConfigError where a prompt cannot be read, or leaves an engine no room to respond.
+    Without notes where prompts or tokenizer are not here. ConfigError for `train.epochs` there, and where a prompt
+    cannot be read, or leaves an engine no room to respond.
     """
-    sources = [source for source in (recipe.data.train, recipe.data.heldout) if source is not None]
+    sources = recipe.data.sources.values()
     if not all(map(os.path.exists, sources)) or not any((Path(recipe.model) / name).is_file() for name in _TOKENIZERS):
-        return ()
+        if recipe.train.epochs is not None:
+            raise ConfigError(
+                f"train.epochs = {recipe.train.epochs:g}: the prompts of {recipe.data.train} cannot be counted before "
+                "they and the tokenizer are files here; for a dry run set train.steps instead"
+            )
+        return recipe, ()
     # Imported here: they import torch.
     from tltlab.runtime.drafter.offline.data import load_tokenizer
     from tltlab.runtime.run.data import RunData
 
-    return tuple(RunData(recipe, load_tokenizer(recipe.model)).notes)
+    data = RunData(recipe, load_tokenizer(recipe.model))
+    return data.recipe, tuple(data.notes)
 
 
 def own_advantage(recipe: Recipe) -> None:

@@ -184,7 +184,7 @@ def engine_build(recipe: Recipe, policy: Policy, drafters: Mapping[str, DrafterS
     depth = max(depth, 1) if learned else depth
     gpu = None if recipe.cluster.gpu is None else gpu_by_name(recipe.cluster.gpu)
     largest = int(rollout.vllm.get("max_num_seqs") or vllm_batch(gpu))
-    evaluated = ceil(recipe.eval.num_prompts / rollout.num_workers)
+    evaluated = ceil(recipe.eval.num_prompts * recipe.eval.samples / rollout.num_workers)
     batch = min(
         largest, max(requests_per_engine(recipe), evaluated, len({s.draft_depth for s in policy.strategies}) + 1)
     )

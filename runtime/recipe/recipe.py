@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any, get_args
 
@@ -269,6 +270,8 @@ def located(recipe: Recipe) -> Recipe:
         return os.path.abspath(name) if name and os.path.exists(name) else name
 
     data, rollout, drafter = recipe.data, recipe.rollout, recipe.drafter
+    sets = {name: absolute(source) for name, source in data.heldout_sets.items()}
+    heldout = sets if isinstance(data.heldout, dict) else sets.get("")
     policy = os.path.abspath(rollout.policy) if os.path.isfile(rollout.policy) else rollout.policy
     drafters = {
         name: spec.model_copy(update={"model": absolute(spec.model)}) if isinstance(spec, LearnedSpec) else spec
@@ -276,7 +279,7 @@ def located(recipe: Recipe) -> Recipe:
     }
     changes: dict[str, Any] = {
         "model": absolute(recipe.model),
-        "data": data.model_copy(update={"train": absolute(data.train), "heldout": absolute(data.heldout)}),
+        "data": data.model_copy(update={"train": absolute(data.train), "heldout": heldout}),
         "rollout": rollout.model_copy(update={"policy": policy, "drafters": drafters}),
     }
     if drafter is not None:
@@ -284,10 +287,23 @@ def located(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
+def with_steps(recipe: Recipe, num_prompts: int) -> Recipe:
+    """Return the recipe with `train.epochs`, if set, as RL steps: those that draw `num_prompts` prompts so often."""
+    if recipe.train.epochs is None:
+        return recipe
+    per_epoch = max(num_prompts // recipe.rollout.prompts_per_step, 1)
+    steps = ceil(round(recipe.train.epochs * per_epoch, 6))
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps, "epochs": None})})
+
+
 def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:
     named = [override.partition("=")[2] for override in overrides if override.startswith("rollout.system=")]
     if any(json_or_text(name) for name in named):
         give_way(fields)
+    lengths = {name for name in ("epochs", "steps") for override in overrides if override.startswith(f"train.{name}=")}
+    if len(lengths) == 1 and isinstance(train := fields.get("train"), dict):
+        # An override of the one replaces the other.
+        train.pop("steps" if "epochs" in lengths else "epochs", None)
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals:

@@ -89,12 +89,55 @@ def advantage(recipe: Sections) -> Iterator[str]:
         )
 
 
+def schedules(recipe: Sections) -> Iterator[str]:
+    train = recipe.train
+    if train.epochs is not None and "steps" in train.model_fields_set:
+        yield f"train.epochs = {train.epochs:g} beside train.steps = {train.steps}: leave one of them out"
+    if train.lr_min_share and train.lr_schedule == "constant":
+        yield "train.lr_min_share needs a falling rate: set train.lr_schedule to 'cosine' or 'linear'"
+    if not train.decay_all and not train.weight_decay:
+        yield "train.decay_all = false exempts parameters from train.weight_decay, which is 0: set it, or leave it out"
+
+
+def evaluations(recipe: Sections) -> Iterator[str]:
+    config, data = recipe.eval, recipe.data
+    if max(config.pass_at, default=0) > config.samples:
+        yield f"eval.pass_at = {max(config.pass_at)} needs as many responses: eval.samples = {config.samples}"
+    if config.temperature == 0 and config.samples > 1:
+        yield f"eval.samples = {config.samples} with eval.temperature = 0: greedy responses are all the same"
+    if recipe.checkpoint.best and not (data.heldout and config.num_prompts and config.every):
+        yield "checkpoint.best needs evaluations: set data.heldout, eval.num_prompts and eval.every"
+    if data.chat_template_kwargs and not data.chat:
+        yield "data.chat_template_kwargs is for the model's chat template: set data.chat = true, or leave it out"
+    for name in _OF_THE_CALL & data.chat_template_kwargs.keys():
+        yield f"data.chat_template_kwargs.{name} is no variable of a chat template: leave it out"
+
+
+_OF_THE_CALL = {
+    "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
+"""Arguments of `apply_chat_template` that are not passed on to the template."""
+
+
+def long_warmup(recipe: Sections) -> Iterator[str]:
+    """Warn of a learning rate that never reaches `train.lr`."""
+    train = recipe.train
+    num_steps = train.steps * train.passes * train.minibatches
+    if train.warmup_steps > num_steps:
+        yield (
+            f"train.warmup_steps = {train.warmup_steps}, but the run has {counted(num_steps, 'optimizer step')}: the "
+            f"rate never reaches train.lr = {train.lr:g}"
+        )
+
+
 def modes(recipe: Sections) -> Iterator[str]:
     """Settings of rollouts that do not go together, and what some of them need."""
     rollout, train = recipe.rollout, recipe.train
     is_set = {
         "rollout.partial": rollout.partial is not None,
         "rollout.reuse": rollout.reuse is not None,
+        "rollout.stop": bool(rollout.stop),
         "rollout.one_step_off": rollout.one_step_off,
         "rollout.staleness": rollout.staleness > 0,
         "rollout.environment": rollout.environment is not None,
@@ -125,6 +168,7 @@ _APART = (
     (_CUTS, ("rollout.reuse", "rollout.repeat_every", "train.sampling_rounds"), "there are no whole rollouts"),
     (("rollout.environment",), ("rollout.partial", "rollout.reuse", "rollout.staleness"), "turns cannot be cut"),
     (("rollout.reuse",), ("train.sampling_rounds",), "choose one"),
+    (("rollout.reuse",), ("rollout.stop",), "a prefix that is reused is not searched for stop strings"),
     (("rollout.placement",), ("rollout.partial", *_AHEAD), "only whole rollouts can be placed"),
     (("rollout.partial", *_AHEAD), ("train.correction",), "off-policy training needs 'truncated' or 'behaviour'"),
     (_AHEAD, ("cluster.placement",), "engines need separate devices, 'separate'"),
@@ -161,17 +205,6 @@ def uncorrected_sampling(recipe: Sections) -> Iterator[str]:
         yield f"{cut} with train.correction = 'none': updates take tokens for draws from the whole distribution"
 
 
-def long_warmup(recipe: Sections) -> Iterator[str]:
-    """Note a learning rate that is never reached."""
-    train = recipe.train
-    num = train.steps * train.minibatches
-    if train.warmup_steps > num:
-        yield (
-            f"train.warmup_steps = {train.warmup_steps} is more than the run's {num} optimizer steps (train.steps x "
-            f"train.minibatches): the learning rate stays below train.lr = {train.lr:g}"
-        )
-
-
 NOTES = (uneven_minibatches, uncorrected_sampling, long_warmup)
 """What a dry run and a run's log say of settings that are allowed."""
 
@@ -205,5 +238,8 @@ def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterato
         )
 
 
-RULES = (biased_sampling, drafting, overlong_responses, reward_terms, advantage, modes, sequence_parallel)
+RULES = (
+    biased_sampling, drafting, overlong_responses, reward_terms, advantage, schedules, evaluations, modes,
+    sequence_parallel,
+)  # fmt: skip
 """Rules for a whole recipe, whose fields are each valid by themselves."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from math import isfinite
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,23 +16,25 @@ from tltlab.errors import refuse
 from .drafter import Beta, DrafterConfig
 
 _SECRET = re.compile(r"(^|[._-])(hf_token|api_key|password|secret|access_token|auth_token)$", re.IGNORECASE)
+_SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 SYSTEMS_POLICY = "system"
 """`rollout.policy` of a recipe whose `rollout.system` defines the policy."""
 _VLLM_COUNTS = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes")
 
 
 class DataConfig(FiniteModel):
-    """Prompts and answers: `train`, and `heldout` for evaluations (None: none).
+    """Prompts and answers: `train`, and `heldout` for evaluations (None: none), one source or several by name.
 
     Each is a JSONL or Parquet file or a Hugging Face dataset: a folder or id, of its `subset` the `split` and the
     `heldout_split`. `prompt_column` and `answer_column` may be dotted paths into structs ("reward_model.ground_truth").
-    A prompt is text, or a list of messages {role, content}. With `chat` the model's chat template is applied, `system`
-    before a prompt that is text. Prompts of more than `max_prompt_tokens` are left out, and the run reports their
-    number; None takes all. A prompt that fills the engine's context is refused, with its place, before anything starts.
+    A prompt is text, or a list of messages {role, content}. With `chat` the model's chat template is applied, with the
+    variables `chat_template_kwargs`, such as {enable_thinking = false}, and `system` before a prompt that is text.
+    Prompts of more than `max_prompt_tokens` are left out, and the run reports their number; None takes all. A prompt
+    that fills the engine's context is refused, with its place, before anything starts.
     """
 
     train: str
-    heldout: str | None = None
+    heldout: str | dict[str, str] | None = None
     split: str = "train"
     heldout_split: str = "test"
     subset: str | None = None
@@ -40,7 +42,26 @@ class DataConfig(FiniteModel):
     answer_column: str = "answer"
     chat: bool = False
     system: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default={})
     max_prompt_tokens: int | None = Field(default=None, ge=1)
+
+    @field_validator("heldout")
+    @classmethod
+    def _check_names(cls, heldout: str | dict[str, str] | None) -> str | dict[str, str] | None:
+        if isinstance(heldout, dict) and not all(map(_SET_NAME.fullmatch, heldout or [""])):
+            raise ValueError(f"needs names of letters, digits and . _ -, got {', '.join(map(repr, heldout)) or 'none'}")
+        return heldout
+
+    @property
+    def heldout_sets(self) -> dict[str, str]:
+        """Sources of evaluations by name; a single one has the empty name."""
+        return {"": self.heldout} if isinstance(self.heldout, str) else self.heldout or {}
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """All sources, by setting."""
+        heldout = {f"data.heldout.{name}".rstrip("."): source for name, source in self.heldout_sets.items()}
+        return {"data.train": self.train, **heldout}
 
 
 class RewardTerm(FiniteModel):
@@ -135,6 +156,9 @@ class RolloutConfig(FiniteModel):
     GPUs; a worker without tensor parallelism may take a share of a GPU (`gpus_per_worker`, None: 1 where there are
     GPUs). vLLM's own arguments go into `vllm`.
 
+    A response also ends with the token that completes a string of `stop` in its text, special tokens included: this
+    token is the last one, with and without drafts, and is trained on.
+
     With `one_step_off` engines roll out the next RL step, under their current weights, while the trainer learns from
     this one: off-policy by one update, weighted by `train.correction`. Rollouts do not overlap a checkpoint, so that a
     resumed run equals an unbroken one. With `staleness` = N above 0 training is asynchronous: engines continue, new
@@ -158,6 +182,7 @@ class RolloutConfig(FiniteModel):
     top_k: int = Field(default=0, ge=0)
     min_p: float = Field(default=0.0, ge=0, lt=1)
     max_response_tokens: int = Field(default=768, ge=1)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     max_draft_depth: int = Field(default=8, ge=0)
     policy: str = "none"
     placement: str = "contiguous"
@@ -237,8 +262,15 @@ class TrainConfig(FiniteModel):
 
     `lr` has a default for models of a few million parameters: above 100 M it has to be set (1e-6 is usual).
 
-    A run has `steps` RL steps. AdamW with `betas` and `weight_decay`; the rate rises over the first `warmup_steps`
-    updates, gradients are clipped at a norm of `max_grad_norm`.
+    A run has `steps` RL steps. With `epochs` instead it has as many as it takes to draw every prompt so often,
+    `rollout.prompts_per_step` in each (dynamic sampling draws more: a group that it drops counts as drawn, and its
+    prompt comes again in the next epoch). AdamW with `betas` and `weight_decay`; with `decay_all` false norms and
+    biases, parameters of one dimension, do not decay; gradients are clipped at a norm of `max_grad_norm`. The rate
+    rises linearly over the first `warmup_steps` optimizer steps. Then it stays, or with an `lr_schedule` falls by a
+    "linear" ramp or half a "cosine" over all mini-batches, with or without a gradient, until the run ends.
+    `lr_min_share` is the share of `lr` that it falls to. Resumed with more RL steps, a run continues on the ramp of the
+    longer run. `passes` is how often an RL step's responses are trained on, each time in another random order; ratios
+    are to the policy before the first pass.
 
     Loss. `minibatches` optimizer steps per RL step; ratios are clipped to [1 - `clip_low`, 1 + `clip_high`]. `kl_coef`
     weighs the divergence from the initial model (0: none). `baseline` of a reward: its group's mean ("group"), the mean
@@ -267,12 +299,17 @@ class TrainConfig(FiniteModel):
     """
 
     steps: int = Field(default=12, ge=1)
+    epochs: float | None = Field(default=None, gt=0)
     algorithm: Literal["grpo", "dr-grpo", "dapo", "dler", "rloo", "reinforce++", "reinforce++-baseline"] | None = None
     lr: float = Field(default=5e-4, gt=0)
+    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
+    lr_min_share: float = Field(default=0.0, ge=0, lt=1)
     warmup_steps: int = Field(default=0, ge=0)
     betas: tuple[Beta, Beta] = (0.9, 0.99)
     weight_decay: float = Field(default=0.0, ge=0)
+    decay_all: bool = True
     max_grad_norm: float = Field(default=1.0, gt=0)
+    passes: int = Field(default=1, ge=1)
     minibatches: int = Field(default=2, ge=1)
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.28, gt=0)
@@ -314,11 +351,20 @@ class TrainConfig(FiniteModel):
 class EvalConfig(FiniteModel):
     """Held-out reward before the first and after the last step, and after every `every` steps (0: at no other time).
 
-    One response to each of the first `num_prompts` prompts (0: no evaluation), at the rollout temperature.
+    `samples` responses to each of the first `num_prompts` prompts of a held-out set (0: no evaluation) are drawn as in
+    rollouts, at `temperature` (None: the rollouts', 0: greedily). `reward/heldout` is their mean reward (mean@samples),
+    where there are several sets the mean of `reward/heldout/NAME`. For each k of `pass_at`, `pass@k` is the probability
+    that one of k responses to a prompt passes, a mean over prompts of 1 - C(n - c, k) / C(n, k), where c of n responses
+    pass (unbiased: Chen et al. 2021, arXiv 2107.03374, Eq. 1). A response passes with a reward above `pass_above`. A
+    run that is resumed where an evaluation is due makes it again.
     """
 
     num_prompts: int = Field(default=256, ge=0)
     every: int = Field(default=0, ge=0)
+    temperature: float | None = Field(default=None, ge=0)
+    samples: int = Field(default=1, ge=1)
+    pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    pass_above: float = 0.0
 
 
 class ClusterConfig(FiniteModel):
@@ -342,10 +388,15 @@ class ClusterConfig(FiniteModel):
 
 
 class CheckpointConfig(FiniteModel):
-    """A checkpoint after every `every` RL steps (0: only at the end and at Ctrl-C); the newest `keep` stay."""
+    """A checkpoint after every `every` RL steps (0: only at the end and at Ctrl-C); the newest `keep` stay.
+
+    With `best` the policy of the highest held-out reward of all evaluations after an RL step stays too, the first of
+    equals: `checkpoints/best` is a Hugging Face folder, with RL step and reward in its `heldout.json`.
+    """
 
     every: int = Field(default=10, ge=0)
     keep: int = Field(default=2, ge=1)
+    best: bool = False
 
 
 class LogConfig(FiniteModel):

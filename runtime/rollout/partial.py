@@ -114,8 +114,8 @@ class PartialRollouts(Rollouts):
     worst case: with G groups to complete and C requests at a time G - 1 + C, since G - 1 groups may be whole and each
     of the others down to one request. A response that spans RL steps has the log-probs and versions of the policies
     that drew its tokens, so it is off-policy. A group with a token of a policy more than `max_age` versions old is
-    dropped. In the trace each RL step's part of a response is its own row, "abort" where it was cut; a response
-    cut before its first token has none.
+    dropped, and its prompt comes again at the end of its epoch. In the trace each RL step's part of a response is its
+    own row, "abort" where it was cut; a response cut before its first token has none.
     """
 
     carries = "pending"
@@ -132,6 +132,7 @@ class PartialRollouts(Rollouts):
         current = [group for group in self._pending if not self._too_old(group, tools.rl_step)]
         dropped = [group for group in self._pending if self._too_old(group, tools.rl_step)]
         self._lengths.drop(dropped)
+        self.order.again((group.samples[0].epoch, group.number) for group in dropped)
         groups = [*current, *self._new_groups(current, tools.rl_step)]
         unfinished = [group for group in groups if not group.whole]
         num_workers = self.recipe.rollout.num_workers

@@ -85,8 +85,10 @@ class EngineWorker:
             cause = error.__cause__
             why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:500]}" if cause is not None else str(error)
             raise EngineDied(f"the engine's first batch failed: {why}") from cause
-        if (config := self.recipe.rollout.environment) is not None:
-            tokenizer, code = load_tokenizer(self.recipe.model), self.recipe.code
+        rollout, tokenizer, code = self.recipe.rollout, load_tokenizer(self.recipe.model), self.recipe.code
+        if rollout.stop:
+            self.engine.stop_at(rollout.stop, tokenizer, rollout.max_response_tokens)
+        if (config := rollout.environment) is not None:
             stops = stop_token_ids(config, code, tokenizer)
             self.environment = EnvironmentPool(config, code), config, tokenizer, stops
         if self.feed is not None:
@@ -202,12 +204,14 @@ class EngineWorker:
         self.engine.learn_lengths([length for n, part in enumerate(lengths) if n != excluded for length in part])
 
     def evaluate(self, requests: list[GenerationRequest], seed: list[int]) -> Rollout:
-        """Generate without speculation, with the rollouts' sampling settings."""
+        """Generate without speculation, with the rollouts' sampling settings, at `eval.temperature`."""
         rollout = self.recipe.rollout
         requests = [replace(r, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p) for r in requests]
         self.engine.reseed(seed)
         requests, conversations = self._conversations(requests)
-        return packed(self.engine.evaluate(requests, temperature=self.temperature, follow_ups=conversations))
+        temperature = self.recipe.eval.temperature
+        temperature = self.temperature if temperature is None else temperature
+        return packed(self.engine.evaluate(requests, temperature=temperature, follow_ups=conversations))
 
     def _generate(
         self,

@@ -15,7 +15,7 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt, read_prompts
 from tltlab.runtime.recipe.engines import config_of, engine_context
-from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.recipe import Recipe, with_steps
 from tltlab.runtime.rollout.collected import Collected, Rollouts, SynchronousRollouts
 from tltlab.runtime.rollout.environments import stop_token_ids
 from tltlab.runtime.rollout.partial import AsynchronousRollouts, PartialRollouts
@@ -92,6 +92,7 @@ class RolloutsAhead:
 class RunData:
     """The prompts of a recipe; `notes` counts those left out, and those without room for a whole response.
 
+    `recipe` is the one given, in RL steps where it was in epochs. `heldout` has the sets of evaluations by name.
     ConfigError for a prompt that cannot be read or leaves an engine no room to respond, and for a foreign tokenizer.
     """
 
@@ -101,10 +102,15 @@ class RunData:
         if isinstance(rows, int) and vocabulary > rows:
             raise ConfigError(f"the tokenizer of {recipe.model} has {vocabulary} tokens, more than the model's {rows}")
         self.train = self._read(recipe.data.train, None, tokenizer)
+        if recipe.train.epochs is not None:
+            self.recipe = with_steps(recipe, len(self.train))
+            steps, prompts = counted(self.recipe.train.steps, "RL step"), counted(len(self.train), "prompt")
+            self.notes.append(f"train.epochs = {recipe.train.epochs:g}: {steps}, with {prompts}")
         self._number = {prompt.prompt_id: number for number, prompt in enumerate(self.train)}
-        self.heldout: list[Prompt] = []
-        if recipe.data.heldout is not None:
-            self.heldout = self._read(recipe.data.heldout, recipe.data.heldout_split, tokenizer)
+        self.heldout = {
+            name: self._read(source, recipe.data.heldout_split, tokenizer)
+            for name, source in recipe.data.heldout_sets.items()
+        }
         if (environment := recipe.rollout.environment) is not None:
             # Before anything starts; each worker reads it again.
             stop_token_ids(environment, recipe.code, tokenizer)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import FrameType, TracebackType
@@ -23,6 +24,7 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError, TltlabError, refuse
 from tltlab.files import lock, make_folder, read_json, sealed, write_json
 from tltlab.policies.policy import Policy, PolicySource, load_policy
+from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import Drafting, drafter_of
 from tltlab.runtime.engine.environment import run_json
@@ -50,10 +52,13 @@ from .data import RolledOut, RolloutsAhead, RunData
 from .logging import RunLog
 from .memory import ProcessMemory
 from .placement import GpuPlacement
-from .rows import StepReport, repeat_row, run_manifest, step_metrics, step_rows, summary_of
+from .rows import StepReport, heldout_figures, repeat_row, run_manifest, step_metrics, step_rows, summary_of
 from .state import RunEvents, RunState, read_state, write_state
 
 Done = TypeVar("Done")
+
+BEST = "heldout.json"
+"""Record in the folder of the best policy: the RL steps before it and its held-out reward."""
 
 STOP_S = 60.0
 """Most seconds that the RL step under way may take after Ctrl-C; then the run ends at once."""
@@ -210,14 +215,23 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         recipe = located(recipe)
     run = GrpoRun(recipe, out, resume=resume, replay=replay)
     run.events.watch = lambda sentence: log.note(sentence)
-    description, last_step = run_json(recipe), recipe.train.steps
+    description, last_step = run_json(run.recipe), run.recipe.train.steps
     evaluates = bool(run.data.heldout) and recipe.eval.num_prompts > 0
+    figures: dict[str, float] = {}
+    evaluated = 0
 
     def evaluate(when: str) -> float:
-        reward = run.evaluate()
-        log.print(f"held-out reward {when} {reward:.3f}")
+        nonlocal evaluated
+        evaluated = run.rl_step
+        figures.update(run.evaluation())
+        reward, *others = figures.values()
+        names = [name.removeprefix("reward/heldout/") for name in figures][1:]
+        more = "".join(f", {name} {value:.3f}" for name, value in zip(names, others, strict=True))
+        log.print(f"held-out reward {when} {reward:.3f}{more}")
         # Loggers have no RL step before the first.
-        log.measured(max(run.rl_step - 1, 0), {"reward/heldout": reward})
+        log.measured(max(run.rl_step - 1, 0), figures)
+        if recipe.checkpoint.best and run.rl_step:
+            run.keep_best(reward)
         return reward
 
     with (
@@ -234,15 +248,17 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
             log.print(f"continues with RL step {run.rl_step}")
         run.watch = lambda report: log.step(report, report.measures)
         begins_at = run.rl_step
+        every = recipe.eval.every
         with Stop(run.stop_prefetching) as stop:
             while run.rl_step < last_step and not (stop.requested and run.is_between):
+                # Before the next RL step, so that a run killed meanwhile evaluates again.
+                if evaluates and every and run.rl_step % every == 0 and run.rl_step > evaluated:
+                    evaluate(f"after RL step {run.rl_step - 1}")
+                    continue
                 stop.due(fmean(r.step_s for r in run.reports[-3:]) if run.reports else 0.0)
-                report = run.step()
+                run.step()
                 if run.rl_step in (begins_at + 1, last_step):
                     run.memory()
-                every = recipe.eval.every
-                if evaluates and every and run.rl_step % every == 0 and run.rl_step < last_step:
-                    evaluate(f"after RL step {report.rl_step}")
         finished = run.rl_step >= last_step
         reward_last = evaluate("after training") if evaluates and finished else None
         newest = run.checkpoints.latest()
@@ -254,7 +270,8 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         reports, drafter = run.reports, run.drafting.summary()
     if not finished:
         raise KeyboardInterrupt
-    summary = summary_of(reports, run.state.reward_first, reward_last, drafter)
+    heldout = {"heldout": figures, "best": run.best} if recipe.checkpoint.best else {"heldout": figures}
+    summary = summary_of(reports, run.state.reward_first, reward_last, drafter, heldout)
     write_json(out / "summary.json", sealed(summary))
     return summary
 
@@ -281,12 +298,12 @@ class GrpoRun:
     ) -> None:
         if replay is not None:
             refuse(exact_replay(recipe))
-        self.recipe = recipe
         self.out = Path(out)
         self.tokenizer = load_tokenizer(recipe.model)
         self.reward_pool = RewardPool(recipe, self.tokenizer)
         self._own_advantage = None if recipe.train.advantage is None else OwnAdvantage(recipe)
         self.data = RunData(recipe, self.tokenizer)
+        self.recipe = recipe = self.data.recipe
         self.policy = recipe.read_policy()
         refuse(policy_on_engines(recipe, self.policy))
         self.events = RunEvents(self.out / "events.jsonl")
@@ -618,50 +635,84 @@ class GrpoRun:
         return self.recovery.save(self.state)
 
     def evaluate(self, num_prompts: int | None = None) -> float:
-        """Return the mean reward over the first held-out prompts, one response each, without speculation. Not recorded.
+        """Return the mean reward of `evaluation`."""
+        return self.evaluation(num_prompts)["reward/heldout"]
 
-        `num_prompts` are by default those of the recipe; the mean over 0 of them is nan.
+    def evaluation(self, num_prompts: int | None = None) -> dict[str, float]:
+        """Return measures of the policy on the first prompts of each held-out set, by name, `reward/heldout` first.
+
+        Responses are drawn without speculation and not recorded. `num_prompts` are by default those of the recipe;
+        means over 0 of them are nan.
         """
         if not self.data.heldout:
             raise ConfigError("evaluation needs data.heldout in the recipe")
-        prompts = self.data.heldout[: self.recipe.eval.num_prompts if num_prompts is None else num_prompts]
-        if not prompts:
-            return math.nan
+        config, figures = self.recipe.eval, dict[str, float]()
+        most = config.num_prompts if num_prompts is None else num_prompts
+        for name, prompts in self.data.heldout.items():
+            rewards = self._through(partial(self._heldout_rewards, prompts[:most])) if most else []
+            figures |= heldout_figures(name, rewards, config)
+        means = [figures[name] for name in figures if "@" not in name]
+        return {"reward/heldout": fmean(means), **figures}
+
+    def _heldout_rewards(self, prompts: Sequence[Prompt]) -> list[float]:
+        """Return the rewards of `eval.samples` responses to each prompt, prompt by prompt."""
         self._ahead.settle()
-        cap = self.recipe.rollout.max_response_tokens
+        cap, samples = self.recipe.rollout.max_response_tokens, range(self.recipe.eval.samples)
+        asked = [(prompt, sample) for prompt in prompts for sample in samples]
         requests = [
             GenerationRequest(
-                key=(-1, p.prompt_id, 0, 0), prompt_token_ids=p.token_ids, max_response_tokens=cap, prompt_text=p.text
+                key=(-1, p.prompt_id, n, 0), prompt_token_ids=p.token_ids, max_response_tokens=cap, prompt_text=p.text
             )
-            for p in prompts
+            for p, n in asked
         ]
-
-        def mean_reward() -> float:
-            self.actors.engines_turn()
-            responses = self.pool.evaluate(requests)
-            pairs = zip(prompts, responses, strict=True)
-            scored = self.reward_pool.rewards([(p.text, token_ids, p.answer) for p, token_ids in pairs])
-            for failure in self.reward_pool.take_failures():
-                self.events.note(f"evaluation: {failure}")
-            return sum(each.reward for each in scored) / len(scored)
-
-        return self._through(mean_reward)
+        self.actors.engines_turn()
+        responses = self.pool.evaluate(requests)
+        pairs = zip(asked, responses, strict=True)
+        scored = self.reward_pool.rewards([(p.text, token_ids, p.answer) for (p, _), token_ids in pairs])
+        for failure in self.reward_pool.take_failures():
+            self.events.note(f"evaluation: {failure}")
+        return [each.reward for each in scored]
 
     def save(self) -> Path:
         """Write the policy's weights to `checkpoints/final` as a Hugging Face folder, with the drafter's."""
-        final = self.out / "checkpoints" / "final"
 
-        def write() -> None:
-            partial = final.with_name(".final.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            self.actors.trainers_turn()
-            self.trainers.save(str(partial.resolve()))
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
+        def write() -> Path:
+            final = self._save_policy("final")
             self.drafting.save()
+            return final
 
-        self._through(write)
-        return final
+        return self._through(write)
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """RL steps and reward of the policy in `checkpoints/best`; None without one."""
+        record = self.checkpoints.folder / "best" / BEST
+        return dict(read_json(record)) if record.is_file() else None
+
+    def keep_best(self, reward: float) -> None:
+        """Write the policy, of this held-out reward, to `checkpoints/best` unless an earlier one there is as good.
+
+        The folder itself says how good: one of a later RL step is of a course that this run has left, or repeats.
+        """
+        best = self.best
+        if best is None or best["rl_step"] > self.rl_step or reward > best["reward"]:
+            self._through(partial(self._save_policy, "best", {"rl_step": self.rl_step, "reward": reward}))
+
+    def _save_policy(self, name: str, record: Mapping[str, Any] | None = None) -> Path:
+        """Write weights, and a `record`, to the folder `name` of `checkpoints`, which is at no time half written."""
+        folder = self.checkpoints.folder / name
+        written, replaced = (folder.with_name(f".{name}.{state}") for state in ("partial", "replaced"))
+        shutil.rmtree(written, ignore_errors=True)
+        self.actors.trainers_turn()
+        self.trainers.save(str(written.resolve()))
+        if record is not None:
+            write_json(written / BEST, record)
+        if folder.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)
+        written.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+        return folder
 
     def trace(self) -> Trace:
         """Return everything recorded so far."""

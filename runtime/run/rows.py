@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tltlab.files import found_in
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.sections import EvalConfig
 from tltlab.stats import finite
 from tltlab.strategy import Strategy
 from tltlab.traces.metrics import bubble_fraction, mean_accept_length, tail_fraction, tokens_per_s
@@ -318,13 +320,21 @@ def step_metrics(report: StepReport, rows: Mapping[str, Rows]) -> dict[str, floa
 
 
 def summary_of(
-    reports: Sequence[StepReport], reward_first: float | None, reward_last: float | None, drafter: Any
+    reports: Sequence[StepReport],
+    reward_first: float | None,
+    reward_last: float | None,
+    drafter: Any,
+    heldout: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return `summary.json` of a run: its RL steps, held-out rewards before and after, and its drafter's summary."""
+    """Return `summary.json` of a run: its RL steps, held-out rewards before and after, and its drafter's summary.
+
+    `heldout` are the measures of the last evaluation, and where it is kept the best policy's RL step and reward.
+    """
     return {
         "grpo_steps": len(reports),
         "reward_first": reward_first,
         "reward_last": reward_last,
+        **heldout,
         "steps": [
             {"rl_step": r.rl_step, "policy": r.policy, "reward": finite(r.reward_mean), "rollout_s": r.rollout_s}
             for r in reports
@@ -340,6 +350,20 @@ def summary_of(
         "policy": "policy.json",
         "versions": versions(),
     }
+
+
+def heldout_figures(name: str, rewards: Sequence[float], config: EvalConfig) -> dict[str, float]:
+    """Return the measures of an evaluation's rewards on the held-out set `name`, empty for the only one.
+
+    `rewards` are those of `config.samples` responses to each prompt, prompt by prompt.
+    """
+    place, n = f"reward/heldout/{name}".rstrip("/"), config.samples
+    figures = {place: sum(rewards) / len(rewards) if rewards else math.nan}
+    passed = [sum(reward > config.pass_above for reward in rewards[i : i + n]) for i in range(0, len(rewards), n)]
+    for k in config.pass_at:
+        solved = [1 - math.comb(n - c, k) / math.comb(n, k) for c in passed]
+        figures[f"{place}/pass@{k}"] = fmean(solved) if solved else math.nan
+    return figures
 
 
 def _graphs(kinds: pa.ChunkedArray) -> dict[str, float | None]:

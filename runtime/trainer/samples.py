@@ -210,16 +210,17 @@ def check(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: i
     return f"{same}: no response that counts has an advantage, and {moves}"
 
 
-def minibatches_of(num: int, config: TrainConfig, seed: int, rl_step: int) -> list[Tensor]:
-    """Return the responses of each mini-batch of the update of `rl_step`, in random order."""
-    order = torch.from_numpy(np.random.default_rng([seed, rl_step]).permutation(num))
+def minibatches_of(num: int, config: TrainConfig, seed: int, rl_step: int, number: int = 0) -> list[Tensor]:
+    """Return the responses of each mini-batch of pass `number` of the update of `rl_step`, in random order."""
+    # numpy pads seeds with zeros: the first pass has the order of a single one.
+    order = torch.from_numpy(np.random.default_rng([seed, rl_step, number]).permutation(num))
     return list(order.tensor_split(config.minibatches))
 
 
 def share_out(
     samples: Sequence[Sample], config: TrainConfig, ranks: int, *, seed: int, rl_step: int, max_response_tokens: int
 ) -> list[int]:
-    """Return the data rank of each sample, with equal work for all in each mini-batch of `rl_step`'s update.
+    """Return the data rank of each sample, with equal work for all in each mini-batch of `rl_step`'s first pass.
 
     Untrained samples are dealt out by themselves: only their log-probs are computed.
     """

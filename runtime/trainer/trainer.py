@@ -153,7 +153,11 @@ class Trainer:
         self._sender = WeightSender(self.whole, rank, self.policy.model_memory)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+            _decay_groups(self.policy, config),
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,
         )
         self.steps = 0
         self._work = Peak(self.device)
@@ -192,25 +196,27 @@ class Trainer:
         return mismatch(sums, float(of_ranks.max()))
 
     def update(self, rl_step: int) -> UpdateMetrics:
-        """Take up to `minibatches` optimizer steps on the kept samples.
+        """Take up to `passes` x `minibatches` optimizer steps on the kept samples, each at its `learning_rate`.
 
         Responses without an advantage count in their mini-batch, as in the papers, and are not computed. Truncated ones
-        do not count where they are filtered. Without a token left nothing is updated. The learning rate grows linearly
-        over the first `warmup_steps` optimizer steps. RunError where the reference's log-probs, a loss, a gradient or
-        the new weights are not finite: engines and checkpoints never get those.
+        do not count where they are filtered. Without a token left nothing is updated. Ratios of later passes are still
+        to the log-probs of `old_logprobs`. RunError where the reference's log-probs, a loss, a gradient or the new
+        weights are not finite: engines and checkpoints never get those.
         """
         with self._work.measured():
             config, batch = self.config, self._batch(rl_step)
-            minibatches = minibatches_of(len(batch.pairs), config, self.seed, rl_step)
-            trained = batch.values.trained
-            minibatches = [rows for rows in minibatches if trained[rows].any()]
+            planned: list[Tensor] = []
+            for number in range(config.passes):
+                planned += minibatches_of(len(batch.pairs), config, self.seed, rl_step, number)
+            trained, first = batch.values.trained, rl_step * len(planned)
+            minibatches = [(place, rows) for place, rows in enumerate(planned, first) if trained[rows].any()]
             totals = torch.zeros(4, dtype=torch.float64)
             norms = lr = 0.0
-            for minibatch in minibatches:
+            for place, minibatch in minibatches:
                 weights = batch.token_weights(minibatch, config, self.max_response_tokens)
                 for rows in self._own_batches(minibatch[trained[minibatch]].tolist()):
                     totals += self._backward(batch, weights, rows)
-                lr = config.lr * min(1.0, (self.steps + 1) / max(config.warmup_steps, 1))
+                lr = learning_rate(config, self.steps, place)
                 norms += self._optimizer_step(lr, rl_step)
             if minibatches:
                 self._refuse_new_weights(rl_step)
@@ -811,6 +817,30 @@ def load_policy_model(
                     dist.broadcast(tensor.data, 0)
         fully_shard(module, mesh=mesh, mp_policy=precision)
     return policy
+
+
+def learning_rate(config: TrainConfig, num_taken: int, place: int) -> float:
+    """Return the rate of an optimizer step after `num_taken` others, for mini-batch `place` of the run, from 0.
+
+    All mini-batches of all passes and RL steps have a place, also those without a gradient, which take no step. So the
+    schedule ends with the run, and a rate depends on the number of RL steps and the place alone, once warm.
+    """
+    warmup, planned = config.warmup_steps, config.steps * config.passes * config.minibatches
+    rate = config.lr * min(1.0, (num_taken + 1) / max(warmup, 1))
+    if config.lr_schedule == "constant":
+        return rate
+    progress = min(max(place - warmup, 0) / max(planned - warmup, 1), 1.0)
+    left = 1 - progress if config.lr_schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return rate * (config.lr_min_share + (1 - config.lr_min_share) * left)
+
+
+def _decay_groups(policy: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
+    parameters = list(policy.parameters())
+    if config.decay_all:
+        return [{"params": parameters}]
+    exempt = [parameter for parameter in parameters if parameter.ndim < 2]
+    decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
+    return [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

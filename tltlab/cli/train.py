@@ -45,7 +45,7 @@ def train(
     """
     from tltlab.doctor.signatures import diagnose
     from tltlab.own import code_allowed
-    from tltlab.runtime.recipe.checks import check, enough_gpus, prompt_notes
+    from tltlab.runtime.recipe.checks import check, enough_gpus, with_prompts
     from tltlab.runtime.recipe.dry_run import plan_of
     from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe
     from tltlab.runtime.run.checkpoints import newest_whole, step_of
@@ -67,8 +67,9 @@ def train(
     with code_allowed(allow_code or ()):
         check(loaded, folder, resume=resume is not None, replay=replay_decisions, tries=True)
         if dry_run:
+            loaded, notes = with_prompts(loaded)
             plan = plan_of(loaded)
-            plan = replace(plan, notes=(*plan.notes, *prompt_notes(loaded)))
+            plan = replace(plan, notes=(*plan.notes, *notes))
             from tltlab.forecast import forecast
 
             start = ["--resume", str(resume)] if resume is not None else [str(recipe), "--out", str(folder)]
@@ -92,7 +93,7 @@ def train(
         text += f"; held-out reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"
     if headline := diagnose(folder).headline:
         text += f"\n{headline} See tltlab doctor {folder}."
-    more = resuming(loaded, folder, replay_decisions, f"train.steps={2 * loaded.train.steps}")
+    more = resuming(loaded, folder, replay_decisions, f"train.steps={2 * summary['grpo_steps']}")
     emit(summary, as_json=as_json, text=f"{text}\nwith more RL steps: {more}")
 
 

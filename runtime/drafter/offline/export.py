@@ -173,9 +173,12 @@ def find_source(
         recipe = read_json(path / "run.json").get("recipe", {})
         final = (path / "checkpoints" / "final").resolve()
         data, from_folders = recipe.get("data", {}), recipe.get("code") or ()
+        heldout = data.get("heldout")
+        # Of several held-out sets the first.
+        heldout = next(iter(heldout.values()), None) if isinstance(heldout, dict) else heldout
         paths = {
             "model": final if final.is_dir() else recipe.get("model"),
-            "prompts": data.get("heldout") or data.get("train"),
+            "prompts": heldout or data.get("train"),
         }
         path = path / "drafter" / "final"
         if not path.is_dir():

@@ -29,7 +29,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
@@ -38,6 +38,7 @@ from tltlab.runtime.engine.environment import hardware
 from tltlab.runtime.engine.guard import FAULTS, Guard
 from tltlab.runtime.engine.recording import BRINGS_WEIGHTS, LiveRecording, Newest
 from tltlab.runtime.engine.requests import LiveRequest
+from tltlab.runtime.engine.stops import StopStrings
 from tltlab.runtime.engine.tracker import Iteration
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.schema import is_trace
@@ -472,6 +473,7 @@ class PolicyScheduler(Scheduler):
         self._draft_at_most(self.num_spec_tokens)
         self.drafts_here_alone = drafts_nothing(vllm_config.speculative_config)
         self.watch = Watch(self, self.control, settings)
+        self.stops: StopStrings | None = None
         self.capture: NullCapture = NullCapture()
         # State of the last iteration: the workers' draft depth and seconds, and the requests still without a draft.
         self._worker_depth = 0
@@ -594,6 +596,18 @@ class PolicyScheduler(Scheduler):
             for request in self.running:
                 if request.spec_token_ids and request.request_id not in drafted_ids:
                     request.spec_token_ids = []
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        # Here vLLM cuts tokens behind an EOS token, so that drafts change no response.
+        num = 0 if self.stops is None else self.guard.call(self.stops.completed, request, new_token_ids) or 0
+        if num:
+            del new_token_ids[num:]
+        new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        if num and len(new_token_ids) == num:
+            request.status, stopped = RequestStatus.FINISHED_STOPPED, True
+        return new_token_ids, stopped
 
     def _handle_stopped_request(self, request: Request) -> bool:
         self.guard.call(self.watch.ended, request)

@@ -48,17 +48,21 @@ def test_no_prompt_comes_twice_in_an_epoch(num_prompts, takes):
 def test_an_order_continues_from_its_state(num_prompts, before, after):
     unbroken, resumed = DataOrder(num_prompts, seed=2), DataOrder(num_prompts, seed=2)
     for size, exclude in before:
-        unbroken.take(size, exclude)
+        unbroken.again(unbroken.take(size, exclude)[:2])
     resumed.load_state_dict(json.loads(json.dumps(unbroken.state_dict())))
     for size, exclude in after:
-        assert resumed.take(size, exclude) == unbroken.take(size, exclude)
+        batch = resumed.take(size, exclude)
+        assert batch == unbroken.take(size, exclude)
+        assert len(set(batch)) == len(batch)
+        for order in (unbroken, resumed):
+            order.again(batch[1:3])
 
 
 @given(num_prompts=SIZES, before=TAKES)
 def test_an_order_knows_when_each_prompt_comes_next(num_prompts, before):
     order = DataOrder(num_prompts, seed=2)
     for size, exclude in before:
-        order.take(size, exclude)
+        order.again(order.take(size, exclude)[:2])
     turns = order.turns()
     came = [order.take(1)[0][1] for _ in range(2 * num_prompts)]
     assert [came.index(number) for number in range(num_prompts)] == turns.tolist()
@@ -70,6 +74,15 @@ def test_an_excluded_prompt_keeps_its_turn():
     held_up = order.take(4, exclude=[first])
     assert order.take(4)[0] == (0, first)
     assert (0, first) not in held_up
+
+
+def test_a_prompt_given_back_comes_again_in_its_epoch():
+    order = DataOrder(6, seed=0)
+    first, second, *_ = order.take(4)
+    order.again([first, (-1, second[1])])
+    assert order.take(3)[-1] == first
+    order.again([first])
+    assert order.take(2)[0][0] == 1, "what does not fill a batch waits for the next epoch"
 
 
 @pytest.mark.parametrize(("num_prompts", "seed", "complaint"), [(9, 0, ("num_prompts", "8")), (8, 1, ("0",))])

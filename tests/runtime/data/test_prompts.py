@@ -132,6 +132,10 @@ def test_a_chat_template_wraps_prompt_and_system(tmp_path, chat_tokenizer):
     assert chat_tokenizer.decode(plain.token_ids) == "user : a bb ; assistant :"
     assert chat_tokenizer.decode(told.token_ids) == "system : be kind ; user : a bb ; assistant :"
     assert plain.text == told.text == "a bb"
+    chat_tokenizer.chat_template = CHAT + "{% if kind is defined and not kind %} be{% endif %}"
+    unkind = loaded(tmp_path, ROWS[:1], chat_tokenizer, chat=True, chat_template_kwargs={"kind": False})[0]
+    chat_tokenizer.chat_template = CHAT
+    assert chat_tokenizer.decode(unkind.token_ids) == "user : a bb ; assistant : be"
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])

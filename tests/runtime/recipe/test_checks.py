@@ -96,6 +96,7 @@ CANNOT = [
     ("--replay-decisions=trace --dry-run", ("trace", "decisions.parquet")),
     ("model=bare data.train=gone.jsonl reward=loud:rewards train.gpus=2 --out=t.jsonl/run",
      ("weights", "gone.jsonl", "'rewards'", "train.ranks", "t.jsonl is a file")),
+    ("train.epochs=2 --dry-run", ("train.epochs = 2", "train.steps")),
     ("rollout.vllm.max_model_len=700 --dry-run", ("max_response_tokens = 768", "rollout.vllm.max_model_len = 700")),
 ]  # fmt: skip
 """What is asked, and the facts in what is said of it."""
@@ -268,4 +269,11 @@ def test_a_dry_run_counts_all_prompts(place, capsys, random_model, override, fac
     code, _, err = train(capsys, "recipe.toml", *override.split(), "rollout.max_response_tokens=3", "--dry-run")
     assert code == 2
     assert [fact for fact in facts if fact not in err.splitlines()[-1]] == []
-    assert train(capsys, "recipe.toml", "rollout.max_response_tokens=3", "--dry-run")[0] == (0 if size == 24 else 2)
+    in_epochs = ["train.epochs=2", "train.warmup_steps=9", "rollout.max_response_tokens=3", "--dry-run", "--json"]
+    code, out, _ = train(capsys, "recipe.toml", *in_epochs)
+    assert code == (0 if size == 24 else 2)
+    if not code:
+        plan = json.loads(out)
+        assert plan["forecast"]["num_steps"] == 2
+        found = [[fact in note for note in plan["notes"]].count(True) for fact in ("2 RL steps", "4 optimizer steps")]
+        assert found == [1, 1]

@@ -9,7 +9,7 @@ from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.policies.policy import load_policy
-from tltlab.runtime.recipe.recipe import load_recipe, located, resumed_recipe
+from tltlab.runtime.recipe.recipe import load_recipe, located, resumed_recipe, with_steps
 from tltlab.runtime.recipe.user_code import code_of
 
 RECIPE = """
@@ -43,6 +43,19 @@ def written(path, text):
         ("faults.collective_timeout_s=0", ("collective_timeout_s",)),
         ("train.algorithm=[1]", ()),
         ("train.kl_coef=Infinity", ("kl_coef",)),
+        (
+            "train.lr_min_share=0.1 train.decay_all=false train.epochs=2 train.steps=3",
+            ("train.lr_schedule", "train.weight_decay", "train.epochs = 2", "train.steps = 3"),
+        ),
+        (
+            'eval={"pass_at":[1,8],"samples":4,"temperature":0} checkpoint.best=true',
+            ("eval.pass_at = 8", "eval.samples = 4", "eval.temperature = 0", "eval.every"),
+        ),
+        (
+            'data.chat_template_kwargs={"tokenize":0} rollout={"stop":["x"],"reuse":{}}',
+            ("data.chat = true", "chat_template_kwargs.tokenize", "rollout.stop"),
+        ),
+        ('data.heldout={"a/b":"h.jsonl"}', ("data.heldout", "a/b")),
         ("reward_pool.on_failure=NaN", ("reward_pool", "on_failure")),
         ("train.betas=[0.9,2]", ("1",)),
         ("seed=-1", ()),
@@ -101,6 +114,17 @@ def test_a_secret_option_is_refused_unrepeated(tmp_path, options):
     with refused(ConfigError) as info:
         load_recipe(written(tmp_path / "r.toml", RECIPE), [f"rollout.vllm={options}".replace('"x"', '"sk-1234"')])
     assert "sk-1234" not in str(info.value)
+
+
+def test_epochs_become_rl_steps(tmp_path):
+    path = written(tmp_path / "r.toml", RECIPE)
+    for epochs, prompts, steps in ((2, 50, 4), (0.5, 50, 1), (1.1, 240, 11), (3, 5, 3)):
+        recipe = load_recipe(path, [f"train.epochs={epochs}"])
+        resolved = with_steps(recipe, prompts)
+        assert (resolved.train.steps, resolved.train.epochs) == (steps, None)
+        assert with_steps(resolved, 7) is resolved
+    again = load_recipe(written(tmp_path / "e.toml", RECIPE.replace("steps", "epochs")), ["train.steps=5"])
+    assert (again.train.steps, again.train.epochs) == (5, None)
 
 
 def test_a_file_that_is_no_recipe_is_refused(tmp_path):

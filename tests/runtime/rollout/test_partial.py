@@ -121,6 +121,7 @@ def test_groups_that_are_too_old_are_dropped():
     ages = [rl_step - t.token_versions[0] for rl_step, got in enumerate(steps) for t in got.trajectories]
     assert max(ages) == 1
     assert any("older than 1 RL step" in note for got in steps for note in got.notes)
+    assert rollouts.order.state_dict()["again"], "dropped prompts come again in their epoch"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])

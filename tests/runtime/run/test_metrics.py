@@ -1,12 +1,14 @@
 """The figures of an RL step, from rows as a run makes them."""
 
 import math
+from itertools import combinations
 
 import numpy as np
 import pytest
 
 from tltlab.runtime.engine.generation import GenerationRequest
-from tltlab.runtime.run.rows import StepReport, step_metrics, step_rows
+from tltlab.runtime.recipe.sections import EvalConfig
+from tltlab.runtime.run.rows import StepReport, heldout_figures, step_metrics, step_rows
 
 from ..rollout.scripted_engines import response, rolled
 
@@ -149,3 +151,14 @@ def test_spans_name_strategies_terms_and_idle_time():
         ("spot_train", 7.0, 1.0, 0, "term 5"),
         ("idle", 8.0, 2.0, 0, None),
     ]
+
+
+def test_pass_at_k_is_a_mean_over_all_choices():
+    rewards = np.random.default_rng(0).choice([-1.0, 0.0, 0.5, 1.0], (6, 5))
+    expected = {
+        f"reward/heldout/math/pass@{k}": np.mean([max(few) > 0.5 for row in rewards for few in combinations(row, k)])
+        for k in (1, 2, 5)
+    }
+    expected["reward/heldout/math"] = rewards.mean()
+    config = EvalConfig(samples=5, pass_at=(1, 2, 5), pass_above=0.5)
+    assert heldout_figures("math", rewards.flatten().tolist(), config) == pytest.approx(expected)

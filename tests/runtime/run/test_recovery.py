@@ -1,6 +1,7 @@
 """Going back, with stand-ins for actors that tell in which order they were asked."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -121,7 +122,7 @@ def test_a_policy_set_later_recurs(tmp_path):
 def test_an_evaluation_of_no_prompts_asks_no_engine(asked, default, tmp_path):
     run, log = GrpoRun.__new__(GrpoRun), []
     run.recipe = small_recipe(data={"train": "t", "heldout": "h"}, eval={"num_prompts": default})
-    run.data, run.state = SimpleNamespace(heldout=["a prompt", "another"]), RunState()
+    run.data, run.state = SimpleNamespace(heldout={"": ["a prompt", "another"]}), RunState()
     run.actors = Actors(log)
     assert math.isnan(run.evaluate(asked))
     assert log == []
@@ -133,7 +134,7 @@ def test_failures_of_an_evaluation_are_its_own(tmp_path):
     run, said = GrpoRun.__new__(GrpoRun), []
     run.recipe = small_recipe(reward="failing_reward:reward", code=[str(tmp_path)], reward_pool={"processes": 0})
     prompts = [Prompt(prompt_id=f"p{n}", text="", answer="", token_ids=[1]) for n in range(2)]
-    run.data, run.state, run.actors = SimpleNamespace(heldout=prompts), RunState(), Actors([])
+    run.data, run.state, run.actors = SimpleNamespace(heldout={"": prompts}), RunState(), Actors([])
     run.pool = SimpleNamespace(evaluate=lambda requests: ["a response"] * len(requests))
     run.reward_pool, run.events = RewardPool(run.recipe), SimpleNamespace(note=said.append)
     run._ahead = RolloutsAhead(run.recipe, lambda rl_step: pytest.fail("nothing is rolled out"))
@@ -147,6 +148,30 @@ def test_each_term_of_a_reward_has_a_mean():
     run.recipe = small_recipe(reward=[{"path": "a:right"}, {"path": "a:b", "name": "short"}])
     run._scored = [Scored(3.0, (1.0, 2.0)), Scored(0.0, (0.0, 0.0))]
     assert run._term_means() == {"reward/terms/right": 0.5, "reward/terms/short": 1.0}
+
+
+def test_the_best_policy_is_kept_whole(tmp_path):
+    run = GrpoRun.__new__(GrpoRun)
+    run.actors, run.state, run.checkpoints, run.recovery = Actors([]), RunState(), RunCheckpoints(tmp_path, 2), None
+
+    def save(folder):
+        Path(folder).mkdir()
+        if run.rl_step == 9:
+            raise KeyboardInterrupt
+
+    run.trainers = SimpleNamespace(save=save)
+    for rl_step, reward, kept in ((2, 0.5, 2), (4, 0.5, 2), (6, 0.7, 6), (8, 0.2, 6), (4, 0.2, 4), (6, 0.7, 6)):
+        run.state.rl_step = rl_step
+        run.keep_best(reward)
+        assert run.best["rl_step"] == kept
+    run.state.rl_step = 9
+    with pytest.raises(KeyboardInterrupt):
+        run.keep_best(0.9)
+    assert run.best["rl_step"] == 6
+    (tmp_path / "best").rename(tmp_path / ".best.replaced")  # killed between two renames
+    run.state.rl_step = 10
+    run.keep_best(0.9)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
 def test_a_repetition_that_does_not_count_is_reported(tmp_path):

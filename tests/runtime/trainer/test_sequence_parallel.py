@@ -21,6 +21,7 @@ from .test_trainer import near, samples, tied_model, updated
 __all__ = ["tied_model"]
 
 SETTINGS = {"tokens_per_microbatch": 64, "kl_coef": 0.1, "minibatches": 3}
+STEPS = {"passes": 2, "lr_schedule": "cosine", "weight_decay": 0.1, "decay_all": False}
 PAIRS = [(s.prompt_token_ids, s.token_ids) for s in samples()]
 
 
@@ -86,7 +87,7 @@ def processes():
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("world", "config"), [(2, {"algorithm": "reinforce++"}), (4, {"activation_checkpointing": True})]
+    ("world", "config"), [(2, {"algorithm": "reinforce++"}), (4, {"activation_checkpointing": True, **STEPS})]
 )
 def test_ranks_that_share_sequences_learn_what_one_does(tied_model, tmp_path, processes, world, config):
     shared = {"sequence_parallel": 2} | config
