@@ -124,6 +124,14 @@ def sequence_parallel(recipe: Sections) -> Iterator[str]:
         yield f"train.ranks = {train.ranks} is no multiple of train.sequence_parallel = {train.sequence_parallel}"
 
 
+def lora(recipe: Sections) -> Iterator[str]:
+    config, weights = recipe.train.lora, recipe.cluster.weights
+    if config is not None and not config.targets:
+        yield "train.lora.targets is empty: name linear modules, such as q_proj, or 'all-linear'"
+    if config is not None and config.serve == "adapter" and weights in ("nccl", "ipc"):
+        yield f"train.lora.serve = 'adapter' does not go with cluster.weights = {weights!r}: adapters go by the host"
+
+
 def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterator[str]:
     """Complain where `train.sequence_parallel` = `size` does not divide the heads, which ranks share evenly."""
     if heads % size or kv_heads % size:
@@ -133,5 +141,5 @@ def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterato
         )
 
 
-RULES = (biased_sampling, drafting, overlong_responses, modes, sequence_parallel)
+RULES = (biased_sampling, drafting, overlong_responses, modes, sequence_parallel, lora)
 """Rules for a whole recipe, whose fields are each valid by themselves."""
