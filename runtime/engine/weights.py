@@ -335,7 +335,7 @@ def load_buckets(weights: Iterable[tuple[str, Tensor]], slots: BucketSlots, engi
     engines.finish_weight_update()
 
 
-def write_adapter(folder: Path, tensors: Mapping[str, Tensor], alpha: float, model: str) -> None:
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], alpha: int, model: str) -> None:
     """Write LoRA adapters of `model`, by peft's names, as a folder in its format."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), folder / "adapter_model.safetensors")

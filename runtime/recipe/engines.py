@@ -173,7 +173,7 @@ def engine_build(recipe: Recipe, policy: Policy, drafters: Mapping[str, DrafterS
     rollout = recipe.rollout
     stock = EngineBuild(drafters=dict(drafters), max_draft_depth=rollout.max_draft_depth)
     preset = any(name in rollout.vllm for name in _OWN_SETTINGS) or rollout.vllm.get("enforce_eager")
-    preset = preset or recipe.train.serves_adapter
+    preset = preset or recipe.train.served_adapter
     # A policy without a list of strategies could choose anything.
     if rollout.graphs == "stock" or not bundles_of(recipe).all or preset or not policy.strategies:
         return stock

@@ -58,6 +58,8 @@ def modes(recipe: Sections) -> Iterator[str]:
         "rollout.vllm.async_scheduling": bool(rollout.vllm.get("async_scheduling")),
         "train.sampling_rounds above 1": train.sampling_rounds > 1,
         "train.correction = 'none'": train.correction == "none",
+        "train.lora.serve = 'adapter'": train.served_adapter is not None,
+        f"cluster.weights = {recipe.cluster.weights!r}": recipe.cluster.weights in ("nccl", "ipc"),
         "cluster.placement = 'colocated'": recipe.cluster.placement == "colocated",
         "[drafter]": recipe.drafter is not None,
     }
@@ -87,6 +89,7 @@ _APART = (
     (("rollout.one_step_off",), ("rollout.reuse", "rollout.repeat_every"), "it overlaps with training"),
     (("rollout.staleness",), ("rollout.one_step_off",), "that is a staleness of 1 whose weights wait for the rollout"),
     (("rollout.staleness",), ("rollout.vllm.async_scheduling",), "weights come between two iterations"),
+    (("train.lora",), ("cluster.weights",), "adapters go by the host"),
 )
 """Settings of the first kind exclude those of the second; the reason."""
 
@@ -124,14 +127,6 @@ def sequence_parallel(recipe: Sections) -> Iterator[str]:
         yield f"train.ranks = {train.ranks} is no multiple of train.sequence_parallel = {train.sequence_parallel}"
 
 
-def lora(recipe: Sections) -> Iterator[str]:
-    config, weights = recipe.train.lora, recipe.cluster.weights
-    if config is not None and not config.targets:
-        yield "train.lora.targets is empty: name linear modules, such as q_proj, or 'all-linear'"
-    if config is not None and config.serve == "adapter" and weights in ("nccl", "ipc"):
-        yield f"train.lora.serve = 'adapter' does not go with cluster.weights = {weights!r}: adapters go by the host"
-
-
 def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterator[str]:
     """Complain where `train.sequence_parallel` = `size` does not divide the heads, which ranks share evenly."""
     if heads % size or kv_heads % size:
@@ -141,5 +136,5 @@ def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterato
         )
 
 
-RULES = (biased_sampling, drafting, overlong_responses, modes, sequence_parallel, lora)
+RULES = (biased_sampling, drafting, overlong_responses, modes, sequence_parallel)
 """Rules for a whole recipe, whose fields are each valid by themselves."""

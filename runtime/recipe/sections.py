@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from math import isfinite
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -220,8 +220,8 @@ class LoraConfig(FiniteModel):
     """
 
     rank: int = Field(default=16, ge=1, le=512)
-    alpha: float = Field(default=32.0, gt=0)
-    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    alpha: int = Field(default=32, ge=1)
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     serve: Literal["merged", "adapter"] = "merged"
 
 
@@ -292,9 +292,9 @@ class TrainConfig(FiniteModel):
         return ALGORITHMS.get(name, {}) | fields if isinstance(name, str) else fields
 
     @property
-    def serves_adapter(self) -> bool:
-        """True where engines apply the policy's adapters themselves."""
-        return self.lora is not None and self.lora.serve == "adapter"
+    def served_adapter(self) -> LoraConfig | None:
+        """The adapters that engines apply by themselves, None where weights come merged or there are no adapters."""
+        return self.lora if self.lora is not None and self.lora.serve == "adapter" else None
 
     @property
     def data_ranks(self) -> int:

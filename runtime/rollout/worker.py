@@ -82,7 +82,7 @@ class EngineWorker:
             seed=self.recipe.seed + self.number,
             vllm_args=engine_args(self.recipe, cuda=torch.cuda.is_available()),
         )
-        if (lora := self.recipe.train.lora) is not None and lora.serve == "adapter":
+        if (lora := self.recipe.train.served_adapter) is not None:
             self.engine.weights = AdapterUpdates(self.engine.llm, self.recipe.model, lora.alpha)
         try:
             self.engine.warm_up(self.temperature)
@@ -285,7 +285,7 @@ def engine_args(recipe: Recipe, *, cuda: bool) -> dict[str, Any]:
     args: dict[str, Any] = {"tensor_parallel_size": rollout.tensor_parallel_size}
     if recipe.cluster.placement == "colocated" and cuda:
         args["enable_sleep_mode"] = True
-    if (lora := recipe.train.lora) is not None and lora.serve == "adapter":
+    if (lora := recipe.train.served_adapter) is not None:
         rank = next(rank for rank in _LORA_RANKS if rank >= lora.rank)
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     args |= rollout.vllm

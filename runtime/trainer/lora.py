@@ -12,7 +12,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tltlab.errors import ConfigError, did_you_mean, one_line, refuse
+from tltlab.errors import ConfigError, one_line, refuse
 from tltlab.runtime.engine.weights import ADAPTER_PREFIX
 from tltlab.runtime.recipe.sections import LoraConfig
 
@@ -28,12 +28,8 @@ def add_adapters(network: nn.Module, config: LoraConfig, model: str) -> None:
     The second matrix of each is 0: the model computes what it did.
     """
     refuse(unknown_targets(network, config, model))
-    found = linear_names(network)
-    settings = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules=found if config.targets == "all-linear" else list(config.targets),
-    )
+    targets = linear_names(network) if config.targets == "all-linear" else list(config.targets)
+    settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets)
     peft.inject_adapter_in_model(settings, network, adapter_name=_NAME)
 
 
@@ -49,8 +45,7 @@ def unknown_targets(network: nn.Module, config: LoraConfig, model: str) -> Itera
     found = linear_names(network)
     for name in () if config.targets == "all-linear" else config.targets:
         if name not in found:
-            have = f"the layers of {model} have {', '.join(found)}"
-            yield f"train.lora.targets: no linear module {name!r}: {have}{did_you_mean(name, found)}"
+            yield f"train.lora.targets: no linear module {name!r}; the layers of {model} have {', '.join(found)}"
     if not found:
         yield f"train.lora: the layers of {model} have no linear modules: train all weights, without [train.lora]"
 
@@ -99,7 +94,9 @@ class MergedTensors(WholeTensors):
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, *, touched: bool = False) -> None:
         super().__init__(module, dtype)
-        self._adapted = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
+        self._adapted: dict[str, Any] = {
+            name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)
+        }
         if touched:
             # Engines fuse the matrices of a block, such as q, k and v, and need all of them.
             blocks = {name.rpartition(".")[0] for name in self._adapted}

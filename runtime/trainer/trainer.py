@@ -151,22 +151,20 @@ class Trainer:
             )
 
         self.policy = load()
+        network = self.policy.model
+        self.whole = sent = WholeTensors(network, self.dtype)
         self.reference: nn.Module | None = None
-        self._adapters: WholeTensors | None = None
         if config.lora is not None:
+            # Imported here: slow, and most runs train all weights.
             from .lora import AdapterTensors, BasePolicy, MergedTensors
 
-            network = self.policy.model
-            self.whole: WholeTensors = MergedTensors(network, self.dtype)
-            self._adapters = AdapterTensors(network, self.dtype)
+            self.whole, self._adapters = MergedTensors(network, self.dtype), AdapterTensors(network, self.dtype)
             # Engines hold the base.
-            merged = config.lora.serve == "merged"
-            sent = MergedTensors(network, self.dtype, touched=True) if merged else self._adapters
-            self.reference = BasePolicy(self.policy) if config.kl_coef else None
+            sent = self._adapters if config.served_adapter else MergedTensors(network, self.dtype, touched=True)
             self._base_sum = int(self.policy.base_sum)
-        else:
-            self.whole = sent = WholeTensors(self.policy.model, self.dtype)
-            self.reference = load().requires_grad_(False) if config.kl_coef else None
+            self.reference = BasePolicy(self.policy)
+        elif config.kl_coef:
+            self.reference = load().requires_grad_(False)
         self._bad_loss: set[int] = set()  # kept samples of micro-batches whose loss was not finite
         if name := self._infinite_weight():
             raise ConfigError(f"{model}: its weight {name} holds NaN or infinite numbers: train from a whole model")
@@ -307,7 +305,7 @@ class Trainer:
         Adapters are merged, and alone in `adapter` in that folder, as peft's `PeftModel` and vLLM load them.
         """
         weights = self.weights()
-        adapters = self._on_host(self._adapters) if self._adapters is not None else {}
+        adapters = {} if self.config.lora is None else self._on_host(self._adapters)
         if self.rank == 0:
             Path(folder).parent.mkdir(parents=True, exist_ok=True)
             model = self.policy.model
@@ -777,6 +775,8 @@ class PolicyModel(nn.Module):
     Everything happens in `forward`, the LM head too: FSDP2 gathers a module's parameters around its forward alone.
     """
 
+    base_sum: Tensor
+
     def __init__(self, model: PreTrainedModel, temperature: float, sequence_ranks: SequenceGroup) -> None:
         super().__init__()
         self.model = model
@@ -843,7 +843,6 @@ def load_policy_model(
     if getattr(network.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"{model}: its LM head has a bias, which the trainer does not support: choose another model")
     if lora is not None:
-        # Imported here: slow, and most runs train all weights.
         from .lora import add_adapters, base_sum
 
         add_adapters(network, lora, model)

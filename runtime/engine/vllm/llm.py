@@ -378,7 +378,7 @@ class AdapterUpdates(WeightUpdates):
     vLLM's sessions.
     """
 
-    def __init__(self, llm: Any, model: str, alpha: float) -> None:
+    def __init__(self, llm: Any, model: str, alpha: int) -> None:
         super().__init__(llm)
         self._model, self._alpha = model, alpha
         self._folder = Path(scratch_folder("lora"))

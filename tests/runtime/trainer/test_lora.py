@@ -13,11 +13,11 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.trainer.lora import BasePolicy
 
 from ..small_models import loaded
-from .test_trainer import exact_logprobs, flat, model, near, samples, tied_model, trained, trainer, updated
+from .test_trainer import exact_logprobs, flat, model, near, samples, saved, tied_model, trained, trainer, updated
 
 __all__ = ["model", "tied_model"]
 
-LORA = {"rank": 4, "alpha": 8.0}
+LORA = {"rank": 4, "alpha": 8}
 
 
 def adapted(folder, *, lora=None, **config):
@@ -112,8 +112,6 @@ def test_adapters_of_another_model_are_refused(random_model, tied_model, tmp_pat
     other = loaded(random_model)
     with torch.no_grad():
         other.model.embed_tokens.weight[3, 5] += 1e-3
-    from .test_trainer import saved
-
     for folder in (saved(other, tmp_path / "other", random_model), tied_model):
         with refused(RunError):
             adapted(folder).load_checkpoint(str(tmp_path / "ck"))

@@ -85,7 +85,9 @@ def processes():
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(("world", "config"), [(2, {}), (4, {"activation_checkpointing": True})])
+@pytest.mark.parametrize(
+    ("world", "config"), [(2, {}), (4, {"activation_checkpointing": True}), (2, {"lora": {"rank": 4}, "lr": 0.02})]
+)
 def test_ranks_that_share_sequences_learn_what_one_does(tied_model, tmp_path, processes, world, config):
     shared = {"sequence_parallel": 2} | config
     answers = [processes.submit(of_rank, rank, world, tied_model, tmp_path, shared) for rank in range(world)]
