@@ -115,14 +115,14 @@ def sequence_parallel(recipe: Recipe) -> Iterator[str]:
         yield from undivided_heads(size, recipe.model, shape.heads, shape.kv_heads)
 
 
-def lora_targets(recipe: Recipe) -> Iterator[str]:
-    """Complain about modules to adapt that a model in a folder does not have."""
+def lora_targets(recipe: Recipe) -> None:
+    """Raise ConfigError for modules to adapt that a model in a folder does not have."""
     config = recipe.train.lora
     if config is not None and config.targets != "all-linear" and (Path(recipe.model) / "config.json").is_file():
         # Imported here: it imports torch.
-        from tltlab.runtime.trainer.lora import outline, unknown_targets
+        from tltlab.runtime.trainer.lora import outline, targets_of
 
-        yield from unknown_targets(outline(recipe.model), config, recipe.model)
+        targets_of(outline(recipe.model), config, recipe.model)
 
 
 def data(recipe: Recipe) -> Iterator[str]:

@@ -286,8 +286,12 @@ def engine_args(recipe: Recipe, *, cuda: bool) -> dict[str, Any]:
     if recipe.cluster.placement == "colocated" and cuda:
         args["enable_sleep_mode"] = True
     if (lora := recipe.train.served_adapter) is not None:
+        from tltlab.runtime.trainer.lora import outline, targets_of
+
+        # Only these modules: a drafter shares the embedding, and calls it with tokens of its own.
+        targets = targets_of(outline(recipe.model), lora, recipe.model)
         rank = next(rank for rank in _LORA_RANKS if rank >= lora.rank)
-        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
     args |= rollout.vllm
     if rollout.partial is not None:
         args["max_num_seqs"] = ceil(rollout.partial.concurrency / rollout.num_workers)

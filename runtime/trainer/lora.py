@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import peft
@@ -12,7 +12,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tltlab.errors import ConfigError, one_line, refuse
+from tltlab.errors import ConfigError, one_line
 from tltlab.runtime.engine.weights import ADAPTER_PREFIX
 from tltlab.runtime.recipe.sections import LoraConfig
 
@@ -23,31 +23,26 @@ _NAME = "default"
 
 
 def add_adapters(network: nn.Module, config: LoraConfig, model: str) -> None:
-    """Add adapters to `network`, in place; all else is frozen. ConfigError for targets that it does not have.
+    """Add adapters to `network`, in place; all else is frozen. ConfigError as `targets_of`.
 
     The second matrix of each is 0: the model computes what it did.
     """
-    refuse(unknown_targets(network, config, model))
-    targets = linear_names(network) if config.targets == "all-linear" else list(config.targets)
+    targets = targets_of(network, config, model)
     settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets)
     peft.inject_adapter_in_model(settings, network, adapter_name=_NAME)
 
 
-def linear_names(network: nn.Module) -> list[str]:
-    """Return the names of linear modules in decoder layers, each once, such as q_proj."""
-    layers = decoder_layers(network)
-    parts = [name for layer in layers for name, part in layer.named_modules() if isinstance(part, nn.Linear)]
-    return sorted({name.rpartition(".")[2] for name in parts})
-
-
-def unknown_targets(network: nn.Module, config: LoraConfig, model: str) -> Iterator[str]:
-    """Complain about `train.lora.targets` without such a linear module in the decoder layers of `network`."""
-    found = linear_names(network)
-    for name in () if config.targets == "all-linear" else config.targets:
-        if name not in found:
-            yield f"train.lora.targets: no linear module {name!r}; the layers of {model} have {', '.join(found)}"
-    if not found:
-        yield f"train.lora: the layers of {model} have no linear modules: train all weights, without [train.lora]"
+def targets_of(network: nn.Module, config: LoraConfig, model: str) -> list[str]:
+    """Return the names of the linear modules to adapt. ConfigError for one that no decoder layer of `network` has."""
+    parts = chain.from_iterable(layer.named_modules() for layer in decoder_layers(network))
+    found = sorted({name.rpartition(".")[2] for name, part in parts if isinstance(part, nn.Linear)})
+    targets = found if config.targets == "all-linear" else list(config.targets)
+    if not targets or set(targets) - set(found):
+        raise ConfigError(
+            f"train.lora.targets = {config.targets}: the linear modules in layers of {model} are "
+            f"{', '.join(found) or 'none'}"
+        )
+    return targets
 
 
 def outline(model: str) -> nn.Module:
