@@ -32,9 +32,6 @@ BUCKET_BYTES = 32 << 20
 
 _ALIGNED = 64
 
-ADAPTER_PREFIX = "base_model.model."
-"""Begins the names of tensors in peft's files."""
-
 
 class TensorMeta(NamedTuple):
     """Name, dtype and shape of a tensor to come, as vLLM's `ParamMeta`."""

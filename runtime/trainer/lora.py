@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tltlab.errors import ConfigError, one_line
-from tltlab.runtime.engine.weights import ADAPTER_PREFIX
 from tltlab.runtime.recipe.sections import LoraConfig
 
 from .trainer import WholeTensors, decoder_layers, local_part, whole_tensor
@@ -55,13 +54,13 @@ def outline(model: str) -> nn.Module:
     return network
 
 
-def base_sum(module: nn.Module) -> Tensor:
-    """Return a sum [1] over the bits of all frozen weights, int64: the same for any number of ranks that share them."""
+def base_sum(module: nn.Module) -> int:
+    """Return a sum over the bits of all frozen weights, the same for any number of ranks that share them."""
     frozen = [local_part(p.detach()) for p in module.parameters() if not p.requires_grad]
-    total = sum((n * part.view(torch.int32).sum() for n, part in enumerate(frozen, start=1)), torch.tensor(0)).view(1)
+    total = torch.stack([n * part.view(torch.int32).sum() for n, part in enumerate(frozen, start=1)]).sum()
     if dist.is_initialized():
         dist.all_reduce(total)
-    return total
+    return int(total)
 
 
 class BasePolicy(nn.Module):
@@ -115,4 +114,4 @@ class AdapterTensors(WholeTensors):
 
     def _state(self) -> dict[str, Tensor]:
         state = super()._state().items()
-        return {ADAPTER_PREFIX + name.replace(f".{_NAME}.", "."): part for name, part in state if ".lora_" in name}
+        return {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": p for name, p in state if ".lora_" in name}

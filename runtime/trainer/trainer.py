@@ -161,8 +161,8 @@ class Trainer:
             self.whole, self._adapters = MergedTensors(network, self.dtype), AdapterTensors(network, self.dtype)
             # Engines hold the base.
             sent = self._adapters if config.served_adapter else MergedTensors(network, self.dtype, touched=True)
-            self._base_sum = int(self.policy.base_sum)
-            self.reference = BasePolicy(self.policy)
+            self._adapts = self.policy.adapts.tolist()
+            self.reference = BasePolicy(self.policy) if config.kl_coef else None
         elif config.kl_coef:
             self.reference = load().requires_grad_(False)
         self._bad_loss: set[int] = set()  # kept samples of micro-batches whose loss was not finite
@@ -327,9 +327,10 @@ class Trainer:
     def load_checkpoint(self, folder: str) -> None:
         """Restore a checkpoint of any number of ranks. The reference stays the model that this one was made of."""
         self.steps = load_trainer(Path(folder), self.policy, self.optimizer, rank=self.rank)
-        if self.config.lora is not None and int(self.policy.base_sum) != self._base_sum:
+        if self.config.lora is not None and self.policy.adapts.tolist() != self._adapts:
             raise RunError(
-                f"{folder}: its adapters are of another model than {self._origin}: name the model of that run"
+                f"{folder}: its adapters are of another model than {self._origin}, or of another train.lora.alpha than "
+                f"{self.config.lora.alpha}: take those of that run"
             )
         if name := self._infinite_weight():
             raise RunError(f"{folder}: its weight {name} holds NaN or infinity: take another checkpoint")
@@ -775,7 +776,7 @@ class PolicyModel(nn.Module):
     Everything happens in `forward`, the LM head too: FSDP2 gathers a module's parameters around its forward alone.
     """
 
-    base_sum: Tensor
+    adapts: Tensor
 
     def __init__(self, model: PreTrainedModel, temperature: float, sequence_ranks: SequenceGroup) -> None:
         super().__init__()
@@ -823,7 +824,8 @@ def load_policy_model(
 ) -> PolicyModel:
     """Load the model of a folder or an id with float32 weights on `device`; ConfigError if it cannot be trained here.
 
-    With `lora` it has fresh adapters, its own weights are frozen, and the buffer `base_sum` identifies them.
+    With `lora` it has fresh adapters, and its own weights are frozen; the buffer `adapts` (2) identifies what adapters
+    are added to: a sum over these weights, and `alpha`.
 
     With a `mesh` the model is sharded over its ranks, layer by layer, and computes in `dtype` with gradients reduced in
     float32. Rank 0 reads and sends the weights: the host holds one copy, and no device a whole one.
@@ -854,7 +856,7 @@ def load_policy_model(
     else:
         _shard(policy, device, mesh, dtype)
     if lora is not None:
-        policy.register_buffer("base_sum", base_sum(network))
+        policy.register_buffer("adapts", torch.tensor([base_sum(network), lora.alpha]))
     return policy
 
 
