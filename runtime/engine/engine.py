@@ -442,7 +442,7 @@ class _UnderWay:
         """Hand a request to vLLM."""
         name = f"{self._rl_step}.{len(self.asked)}"
         asked = self.asked[name] = _Asked(request, turn)
-        adapter.add_request(self._engine.llm, name, request, params)
+        adapter.add_request(self._engine.llm, name, request, params, self._engine.weights.adapter)
         asked.live = self._engine.control.by_key.get(request.key)
 
     def goes_on(self, follow_ups: FollowUps | None) -> bool:

@@ -7,18 +7,21 @@ tensor that is being gathered and the buckets; only the places of tensors are pi
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import secrets
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tltlab.errors import RunError, one_line
@@ -327,3 +330,18 @@ def load_buckets(weights: Iterable[tuple[str, Tensor]], slots: BucketSlots, engi
         previous = calls
     engines.wait(previous)
     engines.finish_weight_update()
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], alpha: int, model: str) -> None:
+    """Write LoRA adapters of `model`, by peft's names, as a folder in its format."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model,
+        "r": next(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name),
+        "lora_alpha": alpha,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))

@@ -115,6 +115,16 @@ def sequence_parallel(recipe: Recipe) -> Iterator[str]:
         yield from undivided_heads(size, recipe.model, shape.heads, shape.kv_heads)
 
 
+def lora_targets(recipe: Recipe) -> None:
+    """Raise ConfigError for modules to adapt that a model in a folder does not have."""
+    config = recipe.train.lora
+    if config is not None and config.targets != "all-linear" and (Path(recipe.model) / "config.json").is_file():
+        # Imported here: it imports torch.
+        from tltlab.runtime.trainer.lora import outline, targets_of
+
+        targets_of(outline(recipe.model), config, recipe.model)
+
+
 def data(recipe: Recipe) -> Iterator[str]:
     for field, source in recipe.data.sources.items():
         if source == "":
@@ -260,8 +270,8 @@ def check_reward(recipe: Recipe) -> Iterator[str]:
 
 
 RULES = (
-    RewardPool, policy, Recipe.read_placement, model, sequence_parallel, data, first_rows, enough_prompts, context,
-    cpu_engine, engine_dtype, learning_rate, bundles_of, engines_of, own_advantage,
+    RewardPool, policy, Recipe.read_placement, model, sequence_parallel, lora_targets, data, first_rows, enough_prompts,
+    context, cpu_engine, engine_dtype, learning_rate, bundles_of, engines_of, own_advantage,
 )  # fmt: skip
 """Rules for a recipe on this machine."""
 

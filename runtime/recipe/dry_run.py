@@ -20,7 +20,7 @@ from tltlab.console import table
 from tltlab.drafters.specs import LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.drafters.suffix import TREE_BYTES_PER_TOKEN
 from tltlab.errors import ConfigError
-from tltlab.hardware import Gpu, per_gpu_heads
+from tltlab.hardware import Gpu, ModelShape, per_gpu_heads
 from tltlab.hardware import gpu as gpu_by_name
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import plan_graphs
@@ -29,6 +29,7 @@ from .engines import context_tokens, drafters_of, engine_build, requests_per_eng
 from .gpus import Bundles, bundles_of, places_of, weight_transport
 from .recipe import Recipe, system_settings
 from .rules import notes_of
+from .sections import LoraConfig
 
 GRAPH_BYTES = 2 << 30
 """For CUDA graphs that are not planned: a constant."""
@@ -146,6 +147,9 @@ class MemorySizes:
         self.head_params = shape.layer_params + 2 * shape.hidden**2 + shape.hidden + eagle3 * wider
         # Captured hidden states of one token.
         self.state_bytes = self.engine_value * shape.hidden * (4 if eagle3 else 1)
+        # Parameters of adapters, and those that are trained.
+        self.adapter_params = 0 if recipe.train.lora is None else _adapter_params(shape, recipe.train.lora)
+        self.trained_params = self.adapter_params or shape.stored_params
         # Bound on the history of model-free drafters; no more than all responses take.
         bounds = [s.arguments()["history_mib"] for s in self.drafters if isinstance(s, NgramSpec | SuffixSpec)]
         most = float(recipe.train.steps * self.responses * self.tokens * (TREE_BYTES_PER_TOKEN + 4))
@@ -236,6 +240,15 @@ def _engine(sizes: MemorySizes, table: MemoryPlan) -> None:
     _sent(sizes, table, WORKER)
 
 
+def _adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
+    """Return the parameters of adapters of a dense decoder's matrices, by their usual names."""
+    queries, keys, mlp = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.intermediate
+    widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
+    widths |= {"gate_proj": mlp, "up_proj": mlp, "down_proj": mlp}
+    chosen = [width for name, width in widths.items() if lora.targets == "all-linear" or name in lora.targets]
+    return lora.rank * shape.layers * (len(chosen) * shape.hidden + sum(chosen))
+
+
 def _trainer(sizes: MemorySizes, table: MemoryPlan) -> None:
     """Add a rank's parts: those it keeps between updates, and those of an update and a sync.
 
@@ -245,19 +258,21 @@ def _trainer(sizes: MemorySizes, table: MemoryPlan) -> None:
     keeps its input, and one layer at a time all of it. Ranks that share sequences have that share of their tokens.
     """
     shape, train = sizes.shape, sizes.recipe.train
-    value, share = sizes.trainer_value, shape.stored_params / train.ranks
+    value, trained = sizes.trainer_value, sizes.trained_params / train.ranks
+    share = (shape.stored_params + sizes.adapter_params) / train.ranks
+    what = "parameters" if train.lora is None else "parameters of adapters"
     add, on_host = partial(table.add, RANK), partial(table.add, RANK, device="host")
     offloads = sizes.colocated and train.offload
     resident = (TRAINING + SYNC if sizes.transport == "ipc" else TRAINING) if offloads else PHASES
     elsewhere = [phase for phase in PHASES if phase not in resident]
     for name, num_bytes, formula in (
         ("master weights", 4 * share, "4 bytes x parameters / ranks (ZeRO 3)"),
-        ("Adam moments", 8 * share, "8 bytes x parameters / ranks (ZeRO 3)"),
-        ("reference model", 4 * share * bool(train.kl_coef), "4 bytes x parameters / ranks"),
+        ("Adam moments", 8 * trained, f"8 bytes x {what} / ranks (ZeRO 3)"),
+        ("reference model", 4 * share * bool(train.kl_coef and not train.lora), "4 bytes x parameters / ranks"),
     ):
         add(name, num_bytes, formula, resident)
         on_host(name, num_bytes, f"{formula}, offloaded", elsewhere)
-    add("gradients", 4 * share, "4 bytes x parameters / ranks", TRAINING)
+    add("gradients", 4 * trained, f"4 bytes x {what} / ranks", TRAINING)
     if train.ranks > 1 or value == 2:
         gathered = value * (sizes.shared_params + 2 * shape.layer_params)
         formula = f"{value} bytes x (embedding, LM head, a layer and the next) (FSDP2)"
@@ -276,7 +291,7 @@ def _trainer(sizes: MemorySizes, table: MemoryPlan) -> None:
     add("activations", activations, f"{formula}, {tokens} tokens", TRAINING)
     # Logits and one copy in float32, and a bfloat16 copy where that is the compute dtype.
     each = 8 if value == 4 else 10
-    logits = each * min(tokens * shape.vocab, LOGITS) + 4 * shape.head_params
+    logits = each * min(tokens * shape.vocab, LOGITS) + 4 * shape.head_params * (train.lora is None)
     add("logits", logits, f"{each} bytes x a chunk's, and the LM head's gradient", TRAINING)
     add("trainer runtime", sizes.on_gpu * TRAINER_BYTES, "flat: context, workspaces", TRAINING + SYNC)
     add("trainer runtime", sizes.on_gpu * CONTEXT_BYTES, "flat: context", GENERATING)

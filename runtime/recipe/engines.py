@@ -167,12 +167,13 @@ def engine_build(recipe: Recipe, policy: Policy, drafters: Mapping[str, DrafterS
     `rollout.graphs` = "planned" builds engines for the depths of `policy` and for the drafters that it may use. With a
     learned drafter alone vLLM takes its V2 runner, which has full graphs of every depth. Depths that the policy never
     chooses are left out, since V1's full graphs are for the deepest one. Settings of speculation and compilation in
-    `rollout.vllm` are left unchanged. ConfigError where the graphs take more than `rollout.graph_gib`; not checked for
-    a model of unknown shape.
+    `rollout.vllm` are left unchanged, and so are graphs of engines that apply adapters. ConfigError where the graphs
+    take more than `rollout.graph_gib`; not checked for a model of unknown shape.
     """
     rollout = recipe.rollout
     stock = EngineBuild(drafters=dict(drafters), max_draft_depth=rollout.max_draft_depth)
     preset = any(name in rollout.vllm for name in _OWN_SETTINGS) or rollout.vllm.get("enforce_eager")
+    preset = preset or recipe.train.served_adapter
     # A policy without a list of strategies could choose anything.
     if rollout.graphs == "stock" or not bundles_of(recipe).all or preset or not policy.strategies:
         return stock

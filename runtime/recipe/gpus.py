@@ -70,7 +70,7 @@ def weight_transport(recipe: Recipe) -> Literal["host", "nccl", "ipc"]:
     """
     transport, of_devices = recipe.cluster.weights, _device_transport(recipe, bundles_of(recipe))
     if transport == "auto":
-        return "host" if recipe.train.backend == "gloo" else of_devices
+        return "host" if recipe.train.backend == "gloo" or recipe.train.served_adapter else of_devices
     return transport
 
 

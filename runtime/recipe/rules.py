@@ -146,6 +146,8 @@ def modes(recipe: Sections) -> Iterator[str]:
         "rollout.vllm.async_scheduling": bool(rollout.vllm.get("async_scheduling")),
         "train.sampling_rounds above 1": train.sampling_rounds > 1,
         "train.correction = 'none'": train.correction == "none",
+        "train.lora.serve = 'adapter'": train.served_adapter is not None,
+        f"cluster.weights = {recipe.cluster.weights!r}": recipe.cluster.weights in ("nccl", "ipc"),
         "cluster.placement = 'colocated'": recipe.cluster.placement == "colocated",
         "[drafter]": recipe.drafter is not None,
     }
@@ -176,6 +178,7 @@ _APART = (
     (("rollout.one_step_off",), ("rollout.reuse", "rollout.repeat_every"), "it overlaps with training"),
     (("rollout.staleness",), ("rollout.one_step_off",), "that is a staleness of 1 whose weights wait for the rollout"),
     (("rollout.staleness",), ("rollout.vllm.async_scheduling",), "weights come between two iterations"),
+    (("train.lora",), ("cluster.weights",), "adapters go by the host"),
 )
 """Settings of the first kind exclude those of the second; the reason."""
 

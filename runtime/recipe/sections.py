@@ -257,6 +257,22 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 """Published algorithms as settings of one loss: values of `train.algorithm` for fields that a recipe leaves out."""
 
 
+class LoraConfig(FiniteModel):
+    """Low-rank adapters (LoRA, arXiv 2106.09685) are trained in place of all weights; without the section all are.
+
+    Each linear module of a decoder layer named in `targets` ("all-linear": every one) adds `alpha` / `rank` x B A, with
+    A and B of that `rank`. Engines get new weights as `serve` says: "merged", the matrices of the adapted blocks with
+    their adapters added, or "adapter", the adapters alone, which vLLM then loads and applies by itself. In bfloat16
+    "adapter" computes as the trainer does, and merged matrices are rounded; on a GPU its CUDA graphs are vLLM's own.
+    Checkpoints hold adapters; `checkpoints/final` is merged, with the adapters alone in its folder `adapter`.
+    """
+
+    rank: int = Field(default=16, ge=1, le=512)
+    alpha: int = Field(default=32, ge=1)
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    serve: Literal["merged", "adapter"] = "merged"
+
+
 class TrainConfig(FiniteModel):
     """GRPO and its relatives; `algorithm` sets fields that are not set here (`ALGORITHMS`).
 
@@ -335,12 +351,18 @@ class TrainConfig(FiniteModel):
     deterministic: bool = False
     threads: int = Field(default=1, ge=1)
     gpus: float | None = Field(default=None, ge=0)
+    lora: LoraConfig | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_algorithm(cls, fields: Any) -> Any:
         name = fields.get("algorithm") if isinstance(fields, dict) else None
         return ALGORITHMS.get(name, {}) | fields if isinstance(name, str) else fields
+
+    @property
+    def served_adapter(self) -> LoraConfig | None:
+        """The adapters that engines apply by themselves, None where weights come merged or there are no adapters."""
+        return self.lora if self.lora is not None and self.lora.serve == "adapter" else None
 
     @property
     def data_ranks(self) -> int:

@@ -37,6 +37,7 @@ from tltlab.runtime.engine.generation import (
     Rollout,
     Until,
 )
+from tltlab.runtime.engine.vllm.llm import AdapterUpdates
 from tltlab.runtime.engine.weights import BucketSlots, visible
 from tltlab.runtime.ray.scratch import register_memory
 from tltlab.runtime.recipe.engines import EngineBuild
@@ -46,6 +47,9 @@ from tltlab.runtime.run.memory import ProcessMemory
 from tltlab.traces.schema import by_column
 
 from .environments import Conversations, EnvironmentPool, stop_token_ids
+
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)
+"""Ranks that vLLM makes room for."""
 
 
 class EngineWorker:
@@ -78,6 +82,8 @@ class EngineWorker:
             seed=self.recipe.seed + self.number,
             vllm_args=engine_args(self.recipe, cuda=torch.cuda.is_available()),
         )
+        if (lora := self.recipe.train.served_adapter) is not None:
+            self.engine.weights = AdapterUpdates(self.engine.llm, self.recipe.model, lora.alpha)
         try:
             self.engine.warm_up(self.temperature)
         except EngineDied as error:
@@ -283,6 +289,13 @@ def engine_args(recipe: Recipe, *, cuda: bool) -> dict[str, Any]:
     args: dict[str, Any] = {"tensor_parallel_size": rollout.tensor_parallel_size}
     if recipe.cluster.placement == "colocated" and cuda:
         args["enable_sleep_mode"] = True
+    if (lora := recipe.train.served_adapter) is not None:
+        from tltlab.runtime.trainer.lora import outline, targets_of
+
+        # Only these modules: a drafter shares the embedding, and calls it with tokens of its own.
+        targets = targets_of(outline(recipe.model), lora, recipe.model)
+        rank = next(rank for rank in _LORA_RANKS if rank >= lora.rank)
+        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
     args |= rollout.vllm
     if rollout.partial is not None:
         args["max_num_seqs"] = ceil(rollout.partial.concurrency / rollout.num_workers)

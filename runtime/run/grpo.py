@@ -168,10 +168,11 @@ class RunActors:
     def trainers_turn(self, *, weights_follow: bool = False) -> None:
         """Hand the devices to the trainers. `weights_follow`: `push_weights` comes before the next call of engines.
 
-        Then engines need not keep their own weights. A learned drafter's lie next to them and would not be restored.
+        Then engines need not keep their own weights. A learned drafter's, and the base of a policy with adapters, lie
+        next to them and would not be restored.
         """
         if self._colocated and self._engines_awake:
-            self.pool.sleep(2 if weights_follow and not self._learned else 1)
+            self.pool.sleep(2 if weights_follow and not self._learned and self.recipe.train.lora is None else 1)
             # Before calls to trainers, which may fail: engines must not be put to sleep twice.
             self._engines_awake = False
             self.trainers.onload()
@@ -475,7 +476,8 @@ class GrpoRun:
             self._ahead.settle()
         # Training predicted the drafter's acceptance for the policy before the update, so its weights come first.
         self.actors.push_weights(self.state.policy_version + 1, before=lambda: self.drafting.publish(rl_step + 1))
-        self.drafting.target_moved()
+        if self.recipe.train.lora is None:  # with adapters embedding and LM head stand still
+            self.drafting.target_moved()
         sync_s = time.perf_counter() - start
 
         # If all training responses were whole before, no reward is new.

@@ -51,9 +51,17 @@ from tltlab.errors import ConfigError, RunError, one_line, refuse
 from tltlab.files import Hashing, fsync_file, read_text, write_sum
 from tltlab.runtime.drafter.heads.head import mtp_weights, save_with_mtp
 from tltlab.runtime.drafter.heads.target import FrozenTarget, is_mimo
-from tltlab.runtime.engine.weights import BucketSlots, Engines, ModelMemory, TensorMeta, WeightSource, load_buckets
+from tltlab.runtime.engine.weights import (
+    BucketSlots,
+    Engines,
+    ModelMemory,
+    TensorMeta,
+    WeightSource,
+    load_buckets,
+    write_adapter,
+)
 from tltlab.runtime.recipe.rules import undivided_heads
-from tltlab.runtime.recipe.sections import TrainConfig
+from tltlab.runtime.recipe.sections import LoraConfig, TrainConfig
 from tltlab.runtime.run.memory import Peak, ProcessMemory, tensor_bytes
 
 from .attention import ALONE, SequenceGroup, causal_attention
@@ -133,11 +141,30 @@ class Trainer:
 
         def load() -> PolicyModel:
             return load_policy_model(
-                model, temperature, device=self.device, mesh=mesh, dtype=self.dtype, sequence_ranks=self.sequence_ranks
+                model,
+                temperature,
+                device=self.device,
+                mesh=mesh,
+                dtype=self.dtype,
+                sequence_ranks=self.sequence_ranks,
+                lora=config.lora,
             )
 
         self.policy = load()
-        self.reference = load().requires_grad_(False) if config.kl_coef else None
+        network = self.policy.model
+        self.whole = sent = WholeTensors(network, self.dtype)
+        self.reference: nn.Module | None = None
+        if config.lora is not None:
+            # Imported here: slow, and most runs train all weights.
+            from .lora import AdapterTensors, BasePolicy, MergedTensors
+
+            self.whole, self._adapters = MergedTensors(network, self.dtype), AdapterTensors(network, self.dtype)
+            # Engines hold the base.
+            sent = self._adapters if config.served_adapter else MergedTensors(network, self.dtype, touched=True)
+            self._adapts = self.policy.adapts.tolist()
+            self.reference = BasePolicy(self.policy) if config.kl_coef else None
+        elif config.kl_coef:
+            self.reference = load().requires_grad_(False)
         self._bad_loss: set[int] = set()  # kept samples of micro-batches whose loss was not finite
         if name := self._infinite_weight():
             raise ConfigError(f"{model}: its weight {name} holds NaN or infinite numbers: train from a whole model")
@@ -147,10 +174,9 @@ class Trainer:
             # Layers keep their inputs alone and recompute the rest for the gradient. transformers does so in training
             # mode only, in which dropout is active: only layers are put in it, not their submodules.
             self.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            for layer in _layers(self.policy.model):
+            for layer in decoder_layers(self.policy.model):
                 layer.training = True
-        self.whole = WholeTensors(self.policy.model, self.dtype)
-        self._sender = WeightSender(self.whole, rank, self.policy.model_memory)
+        self._sender = WeightSender(sent, rank, self.policy.model_memory)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.optimizer = torch.optim.AdamW(
             _decay_groups(self.policy, config),
@@ -276,8 +302,12 @@ class Trainer:
         return {name: tensor.to("cpu", copy=True) for name, tensor in whole if self.rank == 0}
 
     def save(self, folder: str) -> None:
-        """Write the policy as a Hugging Face folder that vLLM loads, in files of up to 5 GB."""
+        """Write the policy as a Hugging Face folder that vLLM loads, in files of up to 5 GB.
+
+        Adapters are merged, and alone in `adapter` in that folder, as peft's `PeftModel` and vLLM load them.
+        """
         weights = self.weights()
+        adapters = {} if self.config.lora is None else self._on_host(self._adapters)
         if self.rank == 0:
             Path(folder).parent.mkdir(parents=True, exist_ok=True)
             model = self.policy.model
@@ -287,6 +317,8 @@ class Trainer:
             else:
                 model.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
             self.tokenizer.save_pretrained(folder)
+            if self.config.lora is not None:
+                write_adapter(Path(folder) / "adapter", adapters, self.config.lora.alpha, self._origin)
         self._wait()
 
     def save_checkpoint(self, folder: str) -> None:
@@ -297,6 +329,11 @@ class Trainer:
     def load_checkpoint(self, folder: str) -> None:
         """Restore a checkpoint of any number of ranks. The reference stays the model that this one was made of."""
         self.steps = load_trainer(Path(folder), self.policy, self.optimizer, rank=self.rank)
+        if self.config.lora is not None and self.policy.adapts.tolist() != self._adapts:
+            raise RunError(
+                f"{folder}: its adapters are of another model than {self._origin}, or of another train.lora.alpha than "
+                f"{self.config.lora.alpha}: take those of that run"
+            )
         if name := self._infinite_weight():
             raise RunError(f"{folder}: its weight {name} holds NaN or infinity: take another checkpoint")
         self._samples, self._rank_of, self._old = [], [], []
@@ -383,7 +420,7 @@ class Trainer:
     def _optimizer_step(self, lr: float, rl_step: int) -> float:
         """Step once at `lr`; return the gradient's norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
-        value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        value = float(whole_tensor(norm))
         if not math.isfinite(value):
             self._refuse_new_weights(rl_step)
             losses = [torch.tensor([math.nan if i in self._bad_loss else 0.0]) for i in range(len(self._samples))]
@@ -417,9 +454,9 @@ class Trainer:
         """Return the name of a weight that is not finite in the engines' dtype, on any rank; empty for none."""
         largest, names, bad = torch.finfo(self.dtype).max, [], []
         for name, weight in self.policy.model.named_parameters():
-            part = weight.to_local() if isinstance(weight, DTensor) else weight
+            part = local_part(weight.detach())
             names.append(name)
-            low, high = part.detach().aminmax() if part.numel() else part.new_zeros(2)
+            low, high = part.aminmax() if part.numel() else part.new_zeros(2)
             bad.append(~((low >= -largest) & (high <= largest)))
         # One synchronisation with the device instead of one for each weight.
         flags = torch.stack(bad).to(self.device, torch.float32)
@@ -445,7 +482,7 @@ class Trainer:
         computed = zip(self._samples, self._rank_of, strict=True)
         return [torch.from_numpy(np.array(s.logprobs if n == self.data_rank else (), np.float32)) for s, n in computed]
 
-    def _own_logprobs(self, model: PolicyModel, rows: Sequence[int]) -> list[Tensor]:
+    def _own_logprobs(self, model: nn.Module, rows: Sequence[int]) -> list[Tensor]:
         """Return log-probs of the kept samples `rows` on the host: [n] of this rank's own, [0] of others."""
         logprobs = dict.fromkeys(rows, torch.empty(0))
         with torch.no_grad():
@@ -614,11 +651,11 @@ def load_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, with_moments: bool) -> dict[str, Tensor]:
-    """Return weights and moments by name, tied ones once."""
+    """Return weights that are trained, and moments, by name, tied ones once."""
     tensors: dict[str, Tensor] = {}
     ids: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) in ids:
+        if id(tensor) in ids or (isinstance(tensor, nn.Parameter) and not tensor.requires_grad):
             continue
         ids.add(id(tensor))
         tensors[name] = tensor.detach()
@@ -741,6 +778,8 @@ class PolicyModel(nn.Module):
     Everything happens in `forward`, the LM head too: FSDP2 gathers a module's parameters around its forward alone.
     """
 
+    adapts: Tensor
+
     def __init__(self, model: PreTrainedModel, temperature: float, sequence_ranks: SequenceGroup) -> None:
         super().__init__()
         self.model = model
@@ -783,8 +822,12 @@ def load_policy_model(
     mesh: DeviceMesh | None,
     dtype: torch.dtype,
     sequence_ranks: SequenceGroup,
+    lora: LoraConfig | None = None,
 ) -> PolicyModel:
     """Load the model of a folder or an id with float32 weights on `device`; ConfigError if it cannot be trained here.
+
+    With `lora` it has fresh adapters, and its own weights are frozen; the buffer `adapts` (2) identifies what adapters
+    are added to: a sum over these weights, and `alpha`.
 
     With a `mesh` the model is sharded over its ranks, layer by layer, and computes in `dtype` with gradients reduced in
     float32. Rank 0 reads and sends the weights: the host holds one copy, and no device a whole one.
@@ -803,20 +846,32 @@ def load_policy_model(
         raise ConfigError(f"cannot load a model from {model}: {one_line(error)[:300]}") from error
     if getattr(network.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"{model}: its LM head has a bias, which the trainer does not support: choose another model")
+    if lora is not None:
+        from .lora import add_adapters, base_sum
+
+        add_adapters(network, lora, model)
     policy = PolicyModel(network, temperature, sequence_ranks)
     if mesh is None:
         policy.to(device)
-        policy.model_memory = ModelMemory(network.state_dict(keep_vars=True).values()) if device.type == "cpu" else None
-        return policy
+        if lora is None and device.type == "cpu":
+            policy.model_memory = ModelMemory(network.state_dict(keep_vars=True).values())
+    else:
+        _shard(policy, device, mesh, dtype)
+    if lora is not None:
+        policy.register_buffer("adapts", torch.tensor([base_sum(network), lora.alpha]))
+    return policy
+
+
+def _shard(policy: PolicyModel, device: torch.device, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Shard a policy of rank 0's weights over the ranks of `mesh`, layer by layer."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in [*_layers(network), policy]:
+    for module in [*decoder_layers(policy.model), policy]:
         for tensor in chain(module.parameters(), module.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(device)
                 if mesh.size() > 1:
                     dist.broadcast(tensor.data, 0)
         fully_shard(module, mesh=mesh, mp_policy=precision)
-    return policy
 
 
 def learning_rate(config: TrainConfig, num_taken: int, place: int) -> float:
@@ -835,7 +890,7 @@ def learning_rate(config: TrainConfig, num_taken: int, place: int) -> float:
 
 
 def _decay_groups(policy: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
-    parameters = list(policy.parameters())
+    parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if config.decay_all:
         return [{"params": parameters}]
     exempt = [parameter for parameter in parameters if parameter.ndim < 2]
@@ -843,7 +898,8 @@ def _decay_groups(policy: nn.Module, config: TrainConfig) -> list[dict[str, Any]
     return [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder layers of a Hugging Face model."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -880,17 +936,31 @@ class WholeTensors:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._tensors():
-            whole = tensor.detach()
-            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-            yield name, whole.to(self._dtype_of(tensor))
+            yield name, self._whole(name, tensor.detach()).to(self._dtype_of(tensor))
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        return whole_tensor(tensor)
+
+    def _state(self) -> dict[str, Tensor]:
+        return self._module.state_dict(keep_vars=True)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        state = self._module.state_dict(keep_vars=True)
+        state = self._state()
         first = {id(tensor): name for name, tensor in reversed(state.items())}
         return [(name, state[name]) for name in self._names or state if first[id(state[name])] == name]
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor gathered, any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, any other whole."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 LOGITS_AT_A_TIME = 1 << 26
@@ -926,10 +996,10 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         hidden, head, tokens, normaliser = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
-        of_head = torch.zeros_like(head, dtype=torch.float32)
+        of_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows in _chunks(len(hidden), len(head)):
             logits = (hidden[rows] @ head.T).float().div_(ctx.temperature)
             # d logp / d logits = (one-hot - softmax) / temperature
@@ -938,8 +1008,9 @@ class _TokenLogprobs(torch.autograd.Function):
             of_logits.scatter_add_(1, tokens[rows, None], scale)
             of_logits = of_logits.to(head.dtype)
             of_hidden[rows] = of_logits @ head
-            of_head += of_logits.T @ hidden[rows]
-        return of_hidden, of_head.to(head.dtype), None, None
+            if of_head is not None:
+                of_head += of_logits.T @ hidden[rows]
+        return of_hidden, of_head if of_head is None else of_head.to(head.dtype), None, None
 
 
 def _chunks(rows: int, vocabulary: int) -> list[slice]:

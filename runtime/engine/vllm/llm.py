@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -18,7 +19,7 @@ import torch
 from tltlab.errors import ConfigError, RunError, one_line
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, GenerationResponse
 from tltlab.runtime.engine.recording import finish_reason_of
-from tltlab.runtime.engine.weights import BucketSlots
+from tltlab.runtime.engine.weights import BucketSlots, MappedMemory, WeightBucket, write_adapter
 from tltlab.runtime.ray.scratch import scratch_folder
 
 from . import capture, missing, on_cpu, replaced, starting, uncompiled
@@ -275,10 +276,13 @@ def response(
     )
 
 
-def add_request(llm: Any, name: str, request: GenerationRequest, params: Any) -> None:
-    """Add a request to the engine. ConfigError where vLLM refuses it; all running requests are then aborted."""
+def add_request(llm: Any, name: str, request: GenerationRequest, params: Any, adapter: Any = None) -> None:
+    """Add a request to the engine, for the model with `adapter`, a LoRARequest.
+
+    ConfigError where vLLM refuses it; all running requests are then aborted.
+    """
     try:
-        llm.llm_engine.add_request(name, {"prompt_token_ids": request.prompt_token_ids}, params)
+        llm.llm_engine.add_request(name, {"prompt_token_ids": request.prompt_token_ids}, params, lora_request=adapter)
     except client_errors() as error:
         abort_all(llm)
         raise ConfigError(f"request {request.key}: {error}") from error
@@ -310,6 +314,8 @@ class WeightUpdates:
         self.unusable = ""
         self.refused: RunError | None = None
         self.version = ""
+        self.adapter: Any = None
+        """The LoRARequest of requests."""
         self._llm = llm
 
     def join(self, way: str, init_info: Mapping[str, Any]) -> None:
@@ -363,3 +369,45 @@ class WeightUpdates:
             self.unusable = f"vLLM cannot load these weights and is left with half of them ({why})"
             self.refused = RunError(self.unusable)
             raise self.refused from error
+
+
+class AdapterUpdates(WeightUpdates):
+    """Updates of the LoRA adapters of a policy whose base, `model`, stands still: vLLM loads them as it loads any.
+
+    An update's buckets hold peft's tensors. Requests are for the base before the first update. Draft weights go by
+    vLLM's sessions.
+    """
+
+    def __init__(self, llm: Any, model: str, alpha: int) -> None:
+        super().__init__(llm)
+        self._model, self._alpha = model, alpha
+        self._folder = Path(scratch_folder("lora"))
+        self._received: dict[str, torch.Tensor] | None = None
+
+    def start(self, *, draft: bool = False) -> None:
+        self._received = None if draft else {}
+        if draft:
+            super().start(draft=True)
+        else:
+            self.unusable = "it has only a part of its new adapters: their transfer was cut off"
+
+    def load(self, **update: Any) -> None:
+        if self._received is None:
+            super().load(**update)
+            return
+        with self._refusing():
+            tensors = MappedMemory().tensors(WeightBucket(**update["bucket"]))
+            self._received |= {name: tensor.clone() for name, tensor in tensors}
+
+    def finish(self, version: str) -> None:
+        if self._received is None:
+            super().finish(version)
+            return
+        from vllm.lora.request import LoRARequest
+
+        with self._refusing():
+            write_adapter(self._folder, self._received, self._alpha, self._model)
+            self._llm.llm_engine.add_lora(LoRARequest("policy", 1, str(self._folder), load_inplace=True))
+        self.adapter = LoRARequest("policy", 1, str(self._folder))
+        self._llm.reset_prefix_cache()
+        self.unusable, self.version = "", version

@@ -25,7 +25,7 @@ SLOW = {
 FITS = {"scipy", "sklearn", "joblib", "optuna", "tltlab.sim.verification", "asyncio"}
 """Modules that simulating under given costs, and reading a trace, do not load."""
 OF_EXTRAS = (
-    "datasets", "huggingface_hub", "joblib", "math_verify", "msgspec", "optuna", "pebble", "ray", "safetensors",
+    "datasets", "huggingface_hub", "joblib", "math_verify", "msgspec", "optuna", "pebble", "peft", "ray", "safetensors",
     "simpy", "tensorboard", "tokenizers", "torch", "transformers", "vllm", "zmq",
 )  # fmt: skip
 COMES_WITH = {

@@ -87,7 +87,12 @@ def processes():
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("world", "config"), [(2, {"algorithm": "reinforce++"}), (4, {"activation_checkpointing": True, **STEPS})]
+    ("world", "config"),
+    [
+        (2, {"algorithm": "reinforce++"}),
+        (4, {"activation_checkpointing": True, **STEPS}),
+        (2, {"lora": {"rank": 4}, "lr": 0.02}),
+    ],
 )
 def test_ranks_that_share_sequences_learn_what_one_does(tied_model, tmp_path, processes, world, config):
     shared = {"sequence_parallel": 2} | config
