@@ -66,7 +66,7 @@ class TrainingValues:
     """Training values of N responses, [N] each: `lengths` in tokens, and `num_drawn`, those that a policy drew.
 
     `counted` ones have a share in the means of their mini-batch; those of them that are `trained` are computed: without
-    an advantage a response has no gradient, except by a penalty for the distance to the reference.
+    an advantage a response has no gradient, except by a penalty for the distance to the reference or an entropy bonus.
     """
 
     lengths: Tensor
@@ -91,7 +91,7 @@ class TrainingValues:
         advantage = advantages(rewards, groups, scale=config.advantage_scale) if samples else rewards
         counted = ~truncated if config.overlong == "filter" else torch.ones(len(samples), dtype=torch.bool)
         num_drawn = torch.tensor([s.num_drawn for s in samples])
-        trained = (advantage.ne(0) | bool(config.kl_coef)) & counted & num_drawn.gt(0)
+        trained = (advantage.ne(0) | bool(config.kl_coef or config.entropy_coef)) & counted & num_drawn.gt(0)
         return cls(lengths=lengths, num_drawn=num_drawn, advantages=advantage, counted=counted, trained=trained)
 
 
@@ -155,6 +155,7 @@ class UpdateBatch:
     pairs: list[Pair]
     values: TrainingValues
     drawn: list[Tensor]  # N of [n], bool: True for tokens that a policy drew
+    behaviour: list[Tensor]  # N of [n]: log-probs of the engine
     base: list[Tensor]  # N of [n]: denominators of the ratios
     corrections: list[Tensor]  # N of [n]: importance weights of tokens
     reference: list[Tensor] | None  # N of [n], [0] where untrained: the reference's, with a penalty

@@ -10,9 +10,11 @@ import torch
 from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.trainer.advantages import advantages, shape_rewards, token_weights
 from tltlab.runtime.trainer.losses import (
+    LossTokens,
     Mismatch,
     correction_weights,
     kl_estimate,
+    load_objective,
     mismatch,
     mismatch_sums,
     policy_loss,
@@ -34,6 +36,7 @@ def batch(seed=0):
         "old": old,
         "engine": [o + rng.normal(0, 0.2, len(o)) for o in old],
         "ref": [o + rng.normal(0, 0.3, len(o)) for o in old],
+        "entropy": [rng.uniform(0, 3, len(o)) for o in old],
     }
 
 
@@ -41,9 +44,14 @@ def packed(rows):
     return torch.tensor(np.concatenate(rows), dtype=torch.float64)
 
 
-def loss_of(algorithm, data):
-    """What this package makes of the batch by an algorithm's name, as the trainer puts it together."""
-    config = TrainConfig(algorithm=algorithm)
+def terms_of(config, **tokens):
+    """The loss of tokens, each by itself a response where they do not say."""
+    tokens = {"responses": torch.arange(len(tokens["logp"]))} | tokens
+    return policy_loss(LossTokens(**tokens), config, load_objective(config.objective, config))
+
+
+def loss_of(config, data):
+    """What this package makes of the batch by the settings, as the trainer puts it together."""
     lengths, truncated = torch.tensor(LENGTHS), torch.tensor(TRUNCATED)
     rewards = shape_rewards(
         torch.tensor(REWARDS), lengths, truncated,
@@ -53,16 +61,24 @@ def loss_of(algorithm, data):
     weights = token_weights(
         lengths, torch.ones(6, dtype=torch.bool), aggregation=config.aggregation, max_response_tokens=CAP
     )
-    terms = policy_loss(
-        packed(data["new"]),
-        packed(data["old"]),
-        each.repeat_interleave(lengths),
-        weights.repeat_interleave(lengths),
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        correction=correction_weights(packed(data["old"]), packed(data["engine"]), config.correction_cap),
-        kl_coef=config.kl_coef,
-        ref_logp=packed(data["ref"]) if config.kl_coef else None,
+    old, engine = packed(data["old"]), packed(data["engine"])
+    level = torch.ones_like(old, dtype=torch.bool) if config.correction_level == "sequence" else None
+    parts = zip(*(x.split(LENGTHS) for x in (old, engine)), LENGTHS, strict=True)
+    corrections = [
+        correction_weights(o, e, config.correction_cap, config.correction, level if level is None else level[:n])
+        for o, e, n in parts
+    ]
+    terms = terms_of(
+        config,
+        logp=packed(data["new"]),
+        old_logp=engine if config.correction == "behaviour" else old,
+        behaviour_logp=engine,
+        advantages=each.repeat_interleave(lengths),
+        weights=weights.repeat_interleave(lengths),
+        responses=torch.arange(6).repeat_interleave(lengths),
+        correction=torch.cat(corrections),
+        ref_logp=packed(data["ref"]),
+        entropy=packed(data["entropy"]) if config.entropy_coef else None,
     )
     return float(terms.loss)
 
@@ -83,7 +99,7 @@ def tokens_of(data, i):
 
 
 def grpo(data):
-    """arXiv 2402.03300, Eqs. 3 and 4, mean over the two questions."""
+    """arXiv 2402.03300, Eqs. 3 and 4, mean over the two questions; the penalty is weighted, as the surrogate is."""
     total = 0.0
     for i in range(6):
         mine = group_rewards(i, REWARDS)
@@ -91,7 +107,7 @@ def grpo(data):
         inner = 0.0
         for (new, old, engine), ref in zip(tokens_of(data, i), data["ref"][i], strict=True):
             k3 = math.exp(ref - new) - (ref - new) - 1
-            inner += surrogate(new, old, engine, advantage, 0.2, 0.2) - 0.04 * k3
+            inner += surrogate(new, old, engine, advantage, 0.2, 0.2) - 0.04 * min(math.exp(new - engine), 2.0) * k3
         total += inner / LENGTHS[i] / 3
     return -total / 2
 
@@ -136,7 +152,7 @@ FORMULAS = {"grpo": grpo, "dr-grpo": dr_grpo, "dapo": dapo, "dler": dler}
 def test_each_algorithm_is_its_papers_formula(name, formula):
     for seed in range(3):
         data = batch(seed)
-        assert loss_of(name, data) == pytest.approx(formula(data), rel=1e-6)
+        assert loss_of(TrainConfig(algorithm=name), data) == pytest.approx(formula(data), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -184,19 +200,21 @@ def test_responses_near_the_cap_are_punished_softly():
     assert shaped("penalty") == shaped("penalty", 20)
 
 
-PLAIN = {"clip_low": 0.2, "clip_high": 0.28, "correction": None, "kl_coef": 0.0, "ref_logp": None}
-
-
-def one_token(ratio, advantage, **settings):
-    terms = policy_loss(
-        torch.tensor([math.log(ratio)]), torch.zeros(1), torch.tensor([advantage]), torch.ones(1), **PLAIN | settings
-    )
-    return float(terms.loss)
+def one_token(ratio, advantage, correction=None, **settings):
+    """The loss of one token."""
+    return float(
+        terms_of(
+            TrainConfig(**settings), logp=torch.tensor([math.log(ratio)]), old_logp=torch.zeros(1),
+            advantages=torch.tensor([advantage]), weights=torch.ones(1), correction=correction,
+        ).loss
+    )  # fmt: skip
 
 
 def test_a_clipped_token_has_no_gradient():
     logp = torch.tensor([math.log(1.5), 0.0, 200.0], requires_grad=True)
-    terms = policy_loss(logp, torch.zeros(3), torch.ones(3), torch.full((3,), 1 / 3), **PLAIN)
+    terms = terms_of(
+        TrainConfig(), logp=logp, old_logp=torch.zeros(3), advantages=torch.ones(3), weights=torch.full((3,), 1 / 3)
+    )
     terms.loss.backward()
     assert logp.grad.tolist() == pytest.approx([0.0, -1 / 3, 0.0])
     assert terms.clip_fraction == pytest.approx(2 / 3)
@@ -207,11 +225,12 @@ def test_the_gradient_is_that_of_finite_differences():
     new, old, ref = packed(data["new"]), packed(data["old"]), packed(data["ref"])
     generator = torch.Generator().manual_seed(0)
     each, weights = (torch.randn(30, dtype=torch.float64, generator=generator) for _ in range(2))
-    correction = correction_weights(old, packed(data["engine"]), 1.1)
+    config = TrainConfig(correction="none", kl_coef=0.3, entropy_coef=0.1)
 
     def loss(logp):
-        corrected = PLAIN | {"correction": correction, "kl_coef": 0.3, "ref_logp": ref}
-        return policy_loss(logp, old, each, weights.abs(), **corrected).loss
+        entropy = logp**2
+        tokens = {"logp": logp, "old_logp": old, "advantages": each, "weights": weights.abs(), "ref_logp": ref}
+        return terms_of(config, **tokens, entropy=entropy, correction=weights.exp()).loss
 
     assert torch.autograd.gradcheck(loss, (new.requires_grad_(),), eps=1e-7, atol=1e-5)
 
@@ -246,14 +265,12 @@ def test_the_mismatch_is_that_of_its_formulas():
 
 def test_parts_of_a_mini_batch_add_up():
     generator = torch.Generator().manual_seed(0)
-    logp, old, ref, each, correction = (torch.randn(40, generator=generator) for _ in range(5))
-    weights = torch.rand(40, generator=generator)
+    names = ("logp", "old_logp", "ref_logp", "advantages", "behaviour_logp")
+    tokens = {name: torch.randn(40, generator=generator) for name in names}
+    tokens |= {name: torch.rand(40, generator=generator) for name in ("weights", "correction")}
 
     def terms(part):
-        return policy_loss(
-            logp[part], old[part], each[part], weights[part], clip_low=0.2, clip_high=0.28,
-            correction=correction[part].exp(), kl_coef=0.1, ref_logp=ref[part],
-        )  # fmt: skip
+        return terms_of(TrainConfig(kl_coef=0.1), **{name: tensor[part] for name, tensor in tokens.items()})
 
     whole, parts = terms(slice(40)), [terms(s) for s in (slice(3), slice(3, 20), slice(20, 40))]
     assert sum(float(p.loss) for p in parts) == pytest.approx(float(whole.loss), rel=1e-5)
