@@ -937,11 +937,14 @@ class _TokenLogprobs(torch.autograd.Function):
         normaliser = found.new_empty(len(hidden))
         for rows in _chunks(len(hidden), len(head)):
             logits = (hidden[rows] @ head.T).float().div_(temperature)
-            normaliser[rows] = torch.logsumexp(logits, -1)
-            found[rows, 0] = logits.gather(1, tokens[rows, None])[:, 0] - normaliser[rows]
+            drawn, most = logits.gather(1, tokens[rows, None])[:, 0], logits.amax(-1)
+            # As torch.logsumexp, whose exponentials the entropy shares.
+            exps = logits.sub_(most[:, None]).exp()
+            total = exps.sum(-1)
+            normaliser[rows] = total.log() + most
+            found[rows, 0] = drawn - normaliser[rows]
             if entropy:
-                logp = logits.sub_(normaliser[rows, None])
-                found[rows, 1] = -(logp.exp().mul_(logp)).sum(-1)
+                found[rows, 1] = total.log() - exps.mul_(logits).sum(-1) / total
         ctx.save_for_backward(hidden, head, tokens, normaliser, *found[:, 1:].clone().unbind(-1))
         ctx.temperature = temperature
         return found
