@@ -787,8 +787,7 @@ class PolicyModel(nn.Module):
     def forward(self, batch: PackedTokens, *, whole: bool = False, entropy: bool = False) -> Tensor:
         """Return [R] log-probs of the responses' tokens, or their `whole` rows [R, V]; float32.
 
-        With `entropy` [R, 2], each beside its distribution's entropy.
-
+        With `entropy` [R, 2]: beside each the entropy of its distribution, in nats, with gradient as the log-prob has.
         `batch` is this rank's share of a micro-batch; all `sequence_ranks` call it, and each gets all R.
         """
         hidden: Tensor = self.model.base_model(
@@ -945,6 +944,7 @@ class _TokenLogprobs(torch.autograd.Function):
             found[rows, 0] = drawn - normaliser[rows]
             if entropy:
                 found[rows, 1] = total.log() - exps.mul_(logits).sum(-1) / total
+            del logits, exps  # before the next are made
         ctx.save_for_backward(hidden, head, tokens, normaliser, *found[:, 1:].clone().unbind(-1))
         ctx.temperature = temperature
         return found
@@ -964,6 +964,7 @@ class _TokenLogprobs(torch.autograd.Function):
             of_logits = of_logits.to(head.dtype)
             of_hidden[rows] = of_logits @ head
             of_head += of_logits.T @ hidden[rows]
+            del logp, factor, of_logits
         return of_hidden, of_head.to(head.dtype), None, None, None
 
 
