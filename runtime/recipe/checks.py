@@ -11,6 +11,7 @@ from pathlib import Path
 from tltlab.config import counted
 from tltlab.drafters.specs import LearnedSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError, InputError, did_you_mean, refuse
+from tltlab.files import found_in
 from tltlab.policies.policy import Policy
 from tltlab.runtime.data.prompts import first_row, num_rows
 from tltlab.runtime.engine.drafter_pool import DrafterPool
@@ -223,6 +224,16 @@ def learning_rate(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def objective(recipe: Recipe) -> None:
+    """Raise ConfigError for an objective of the user's own that cannot be imported, or is none."""
+    if ":" in recipe.train.objective:
+        # Imported here: it imports torch.
+        from tltlab.runtime.trainer.losses import load_objective
+
+        with found_in(recipe.code):
+            load_objective(recipe.train.objective, recipe.train)
+
+
 def with_prompts(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
     """Return the recipe in RL steps, and a run's notes on its prompts, all of which are read.
 
@@ -271,7 +282,7 @@ def check_reward(recipe: Recipe) -> Iterator[str]:
 
 RULES = (
     RewardPool, policy, Recipe.read_placement, model, sequence_parallel, lora_targets, data, first_rows, enough_prompts,
-    context, cpu_engine, engine_dtype, learning_rate, bundles_of, engines_of, own_advantage,
+    context, cpu_engine, engine_dtype, learning_rate, objective, bundles_of, engines_of, own_advantage,
 )  # fmt: skip
 """Rules for a recipe on this machine."""
 

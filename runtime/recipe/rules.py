@@ -131,6 +131,47 @@ def long_warmup(recipe: Sections) -> Iterator[str]:
         )
 
 
+def losses(recipe: Sections) -> Iterator[str]:
+    """Settings of the loss that contradict each other, or have no effect together."""
+    train = recipe.train
+    weighs, penalised = train.correction in ("truncated", "masked"), train.kl_coef > 0
+    correction = f"train.correction = {train.correction!r}"
+    for wrong, complaint in (
+        (
+            train.ratio == "sequence" and weighs and train.correction_level == "token",
+            f"train.ratio = 'sequence' (GSPO) with weights of tokens by {correction}: set train.correction_level = "
+            "'sequence', or train.correction = 'behaviour'",
+        ),
+        (
+            train.correction_level == "sequence" and not weighs and train.ratio == "token",
+            f"train.correction_level = 'sequence' has no effect with {correction}: leave one out",
+        ),
+        (
+            train.correction_cap != 2.0 and not weighs and (train.correction == "none" or not penalised),
+            f"train.correction_cap = {train.correction_cap:g} has no effect with {correction}: leave one out",
+        ),
+        (
+            train.dual_clip is not None and train.objective != "clip",
+            f"train.dual_clip is a bound of train.objective = 'clip', not of {train.objective!r}: leave one out",
+        ),
+        (
+            not penalised and (train.kl_estimator, train.kl_in) != ("k3", "loss"),
+            "train.kl_estimator and train.kl_in have no effect without a penalty: set train.kl_coef above 0",
+        ),
+        (
+            train.kl_in == "reward" and train.advantage is not None,
+            "train.kl_in = 'reward' does not reach train.advantage, which sees rewards before the penalty: set 'loss'",
+        ),
+        (
+            penalised and (train.kl_estimator, train.kl_in, train.correction) == ("k1", "loss", "none"),
+            "train.kl_estimator = 'k1' in the loss has no gradient on average with train.correction = 'none': choose "
+            "k2 or k3, train.kl_in = 'reward', or a correction",
+        ),
+    ):
+        if wrong:
+            yield complaint
+
+
 def modes(recipe: Sections) -> Iterator[str]:
     """Settings of rollouts that do not go together, and what some of them need."""
     rollout, train = recipe.rollout, recipe.train
@@ -172,7 +213,7 @@ _APART = (
     (("rollout.reuse",), ("train.sampling_rounds",), "choose one"),
     (("rollout.reuse",), ("rollout.stop",), "a prefix that is reused is not searched for stop strings"),
     (("rollout.placement",), ("rollout.partial", *_AHEAD), "only whole rollouts can be placed"),
-    (("rollout.partial", *_AHEAD), ("train.correction",), "off-policy training needs 'truncated' or 'behaviour'"),
+    (("rollout.partial", *_AHEAD), ("train.correction",), "off-policy training needs a correction"),
     (_AHEAD, ("cluster.placement",), "engines need separate devices, 'separate'"),
     (_AHEAD, ("rollout.partial", "[drafter]"), "they need rollouts between two updates"),
     (("rollout.one_step_off",), ("rollout.reuse", "rollout.repeat_every"), "it overlaps with training"),
@@ -242,7 +283,7 @@ def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterato
 
 
 RULES = (
-    biased_sampling, drafting, overlong_responses, reward_terms, advantage, schedules, evaluations, modes,
+    biased_sampling, drafting, overlong_responses, reward_terms, advantage, losses, schedules, evaluations, modes,
     sequence_parallel,
 )  # fmt: skip
 """Rules for a whole recipe, whose fields are each valid by themselves."""

@@ -11,7 +11,8 @@ from pydantic import Field, field_validator, model_validator
 
 from tltlab.config import FiniteModel, leaves
 from tltlab.drafters.specs import DrafterSpec
-from tltlab.errors import refuse
+from tltlab.errors import did_you_mean, refuse
+from tltlab.own import paths_in
 
 from .drafter import Beta, DrafterConfig
 
@@ -253,8 +254,24 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "reinforce++-baseline": {
         "baseline": "group", "advantage_scale": "batch", "aggregation": "token", "clip_low": 0.2, "clip_high": 0.2,
     },
+    # Zheng et al. 2025, arXiv 2507.18071, Eq. 5 and section 5.1: one ratio for a response, and clip ranges as narrow as
+    # its geometric mean; no reference model.
+    "gspo": {
+        "ratio": "sequence", "correction_level": "sequence", "advantage_scale": "group", "aggregation": "sequence",
+        "clip_low": 3e-4, "clip_high": 4e-4,
+    },
+    # MiniMax-M1, arXiv 2506.13585, section 3.1: no lower bound, DAPO's length penalty and dynamic sampling, no
+    # reference model. Its upper bound is not published: weights of up to 5 are a choice of ours.
+    "cispo": {
+        "objective": "cispo", "advantage_scale": "group", "aggregation": "token", "clip_low": 1.0, "clip_high": 4.0,
+        "overlong": "penalty", "sampling_rounds": 10,
+    },
 }  # fmt: skip
 """Published algorithms as settings of one loss: values of `train.algorithm` for fields that a recipe leaves out."""
+
+
+OBJECTIVES = ("clip", "cispo")
+"""Values of `train.objective`, besides the user's own."""
 
 
 class LoraConfig(FiniteModel):
@@ -300,9 +317,18 @@ class TrainConfig(FiniteModel):
     softly over the last `overlong_buffer` tokens before the cap (0: a fifth of the cap), or get no reward ("zero"). Up
     to `sampling_rounds` rollouts an RL step replace groups that cannot train (1: none are replaced), as no response
     that counts has an advantage, or none would have by the reward's term `sampling_term` alone. `correction` of the
-    mismatch between engine and trainer: weights min(pi_trainer / pi_engine, `correction_cap`) per token ("truncated"),
-    the ratio taken to the behaviour's log-probs itself ("behaviour"), or "none". top_p, top_k and min_p change the
-    engine's sampling distribution, so with a correction they need `accept_biased_sampling`.
+    mismatch between engine and trainer: weights min(pi_trainer / pi_engine, `correction_cap`) ("truncated"), or 0
+    outside of [1 / `correction_cap`, `correction_cap`] ("masked"), the ratio taken to the behaviour's log-probs itself
+    ("behaviour"), or "none". By `correction_level` weights are of each "token", or the product over the response
+    ("sequence"). top_p, top_k and min_p change the engine's sampling distribution, so with a correction they need
+    `accept_biased_sampling`.
+
+    Objective. In the `objective` "clip", PPO's, tokens with a negative advantage A have a loss of at most `dual_clip`
+    |A| (None: unbounded); in "cispo" the clipped ratio, without gradient, weighs A log pi; `module:function` is the
+    user's own (`tltlab.runtime.trainer.losses.Objective`). A `ratio` is of each "token", or the geometric mean over the
+    response ("sequence"). The divergence is estimated by `kl_estimator` k1, k2 or k3, with weights as `correction`
+    chooses; `kl_in` the "loss" it has a gradient, in the "reward" it is subtracted from the response's reward.
+    `entropy_coef` weighs a bonus for the entropy of the policy's distribution (0: none).
 
     Machine. `ranks` trainers of `threads` CPU threads share the work through FSDP2 over `backend`; with
     `activation_checkpointing` they recompute activations instead of keeping them. `dtype` "auto" is bfloat16 on CUDA,
@@ -316,7 +342,10 @@ class TrainConfig(FiniteModel):
 
     steps: int = Field(default=12, ge=1)
     epochs: float | None = Field(default=None, gt=0)
-    algorithm: Literal["grpo", "dr-grpo", "dapo", "dler", "rloo", "reinforce++", "reinforce++-baseline"] | None = None
+    algorithm: (
+        Literal["grpo", "dr-grpo", "dapo", "dler", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"]
+        | None
+    ) = None
     lr: float = Field(default=5e-4, gt=0)
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     lr_min_share: float = Field(default=0.0, ge=0, lt=1)
@@ -327,9 +356,15 @@ class TrainConfig(FiniteModel):
     max_grad_norm: float = Field(default=1.0, gt=0)
     passes: int = Field(default=1, ge=1)
     minibatches: int = Field(default=2, ge=1)
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    objective: str = "clip"
+    ratio: Literal["token", "sequence"] = "token"
+    clip_low: float = Field(default=0.2, gt=0, le=1)
     clip_high: float = Field(default=0.28, gt=0)
+    dual_clip: float | None = Field(default=None, gt=1)
     kl_coef: float = Field(default=0.0, ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    entropy_coef: float = Field(default=0.0, ge=0)
     baseline: Literal["group", "leave_one_out", "none"] = "group"
     advantage_scale: Literal["group", "batch", "none"] = "group"
     advantage: str | None = None
@@ -338,7 +373,8 @@ class TrainConfig(FiniteModel):
     overlong_buffer: int = Field(default=0, ge=0)
     sampling_rounds: int = Field(default=1, ge=1)
     sampling_term: str | None = None
-    correction: Literal["truncated", "behaviour", "none"] = "truncated"
+    correction: Literal["truncated", "masked", "behaviour", "none"] = "truncated"
+    correction_level: Literal["token", "sequence"] = "token"
     correction_cap: float = Field(default=2.0, ge=1)
     accept_biased_sampling: bool = False
     tokens_per_microbatch: int = Field(default=8192, ge=1)
@@ -352,6 +388,13 @@ class TrainConfig(FiniteModel):
     threads: int = Field(default=1, ge=1)
     gpus: float | None = Field(default=None, ge=0)
     lora: LoraConfig | None = None
+
+    @field_validator("objective")
+    @classmethod
+    def _check_objective(cls, name: str) -> str:
+        if name not in OBJECTIVES and not paths_in(name):
+            raise ValueError(f"{name!r} is neither clip, cispo nor module:function{did_you_mean(name, OBJECTIVES)}")
+        return name
 
     @model_validator(mode="before")
     @classmethod

@@ -71,7 +71,7 @@ def code_of(recipe: Sections) -> Iterator[str]:
     rollout = recipe.rollout
     for path in [*(term.path for term in recipe.reward_terms), recipe.train.advantage or ""]:
         yield from _foreign(path)
-    for path in paths_in(f"{rollout.policy} {rollout.placement}"):
+    for path in (recipe.train.objective, *paths_in(f"{rollout.policy} {rollout.placement}")):
         yield from _foreign(path)
     yield from rollout.allow_code
     yield from code_of_engines(rollout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -240,6 +241,8 @@ class TrainerActor:
     def start(self, rendezvous: str | None) -> int:
         """Load the model; return the process id. Not in the constructor, whose errors Ray does not pass on."""
         recipe = self.recipe
+        # An objective of the user's own is imported here.
+        sys.path += [folder for folder in recipe.code if folder not in sys.path]
         self.trainer = Trainer(
             recipe.model,
             recipe.train,

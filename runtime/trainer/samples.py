@@ -74,7 +74,8 @@ class TrainingValues:
     """Training values of N responses, [N] each: `lengths` in tokens, and `num_drawn`, those that a policy drew.
 
     `counted` ones have a share in the means of their mini-batch. Those of them that have an advantage and a drawn token
-    are `useful`. `trained` ones are computed: with a penalty for the distance to the reference, others too.
+    are `useful`. `trained` ones are computed: with a penalty for the distance to the reference, or a bonus for entropy,
+    others too.
     """
 
     lengths: Tensor
@@ -98,7 +99,7 @@ class TrainingValues:
         num_drawn = torch.tensor([s.num_drawn for s in samples])
         computable = counted & num_drawn.gt(0)
         useful = computable & advantage.ne(0)
-        trained = computable if config.kl_coef else useful
+        trained = computable if config.kl_coef or config.entropy_coef else useful
         return cls(
             lengths=lengths, num_drawn=num_drawn, advantages=advantage, counted=counted, useful=useful, trained=trained
         )
@@ -241,6 +242,7 @@ class UpdateBatch:
     pairs: list[Pair]
     values: TrainingValues
     drawn: list[Tensor]  # N of [n], bool: True for tokens that a policy drew
+    behaviour: list[Tensor]  # N of [n]: log-probs of the engine
     base: list[Tensor]  # N of [n]: denominators of the ratios
     corrections: list[Tensor]  # N of [n]: importance weights of tokens
     reference: list[Tensor] | None  # N of [n], [0] where untrained: the reference's, with a penalty

@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import IOBase
 from itertools import accumulate, chain
 from pathlib import Path
@@ -65,7 +65,16 @@ from tltlab.runtime.recipe.sections import LoraConfig, TrainConfig
 from tltlab.runtime.run.memory import Peak, ProcessMemory, tensor_bytes
 
 from .attention import ALONE, SequenceGroup, causal_attention
-from .losses import Mismatch, correction_weights, kl_estimate, mismatch, mismatch_sums, policy_loss
+from .losses import (
+    LossTokens,
+    Mismatch,
+    correction_weights,
+    kl_estimate,
+    load_objective,
+    mismatch,
+    mismatch_sums,
+    policy_loss,
+)
 from .ranks import device_of, make_deterministic, meet, micro_batches, own_micro_batches, sequence_groups
 from .samples import Pair, Sample, TrainingValues, UpdateBatch, minibatches_of, pairs_of, share_out
 
@@ -86,7 +95,7 @@ class UpdateMetrics:
 
     `clip_fraction` and `kl` are means over their tokens, by weight, and `correction_mean` over those computed. `lr` is
     that of the last step. `drift_kl` is the k3 estimate of KL(policy before || policy after) per token, on some of the
-    samples.
+    samples. `entropy` is that of the policy before, in nats at the sampling temperature: mean over all drawn tokens.
     """
 
     loss: float
@@ -97,6 +106,7 @@ class UpdateMetrics:
     lr: float
     trained_responses: float
     drift_kl: float
+    entropy: float
 
 
 class Trainer:
@@ -123,6 +133,7 @@ class Trainer:
         torch.manual_seed(seed)
         torch.set_num_threads(config.threads)
         self.config = config
+        self._objective = load_objective(config.objective, config)
         self._origin = model
         self.max_response_tokens = max_response_tokens
         self.seed = seed
@@ -190,6 +201,7 @@ class Trainer:
         self._samples: list[Sample] = []
         self._rank_of: list[int] = []  # data rank of each of them
         self._old: list[Tensor] = []  # this rank's own log-probs before the policy moves, [0] of others
+        self._entropy = 0.0  # the policy's then
 
     def old_logprobs(
         self, samples: Sequence[Sample], rank_of: Sequence[int] | None = None, rl_step: int = 0
@@ -207,7 +219,8 @@ class Trainer:
             most = self.max_response_tokens
             rank_of = share_out(samples, config, self.data_ranks, seed=self.seed, rl_step=0, max_response_tokens=most)
         self._rank_of = list(rank_of)
-        self._old = self._own_logprobs(self.policy, list(range(len(samples))))
+        both = self._own_logprobs(self.policy, list(range(len(samples))), entropy=True)
+        self._old = [part[:, 0].contiguous() for part in both]
         self._refuse_infinite(self._old, f"RL step {rl_step}: the policy's log-probs", "look at the policy's weights")
         drawn = [s.drawn()[: len(old)] for s, old in zip(self._samples, self._old, strict=True)]
         old, behaviour = (
@@ -215,11 +228,14 @@ class Trainer:
             for parts in (self._old, self._behaviour())
         )
         sums, largest = mismatch_sums(old, behaviour, cap=config.correction_cap)
+        entropies = (part[mask, 1].double().sum() for part, mask in zip(both, drawn, strict=True))
+        sums = torch.cat([sums, sum(entropies, torch.zeros(1, dtype=torch.float64))])
         self._sum(sums)
+        self._entropy = float(sums[-1] / sums[0].clamp(min=1))
         of_ranks = torch.zeros(self.data_ranks, dtype=torch.float64)
         of_ranks[self.data_rank] = largest
         self._sum(of_ranks)
-        return mismatch(sums, float(of_ranks.max()))
+        return mismatch(sums[:-1], float(of_ranks.max()))
 
     def update(self, rl_step: int) -> UpdateMetrics:
         """Take up to `passes` x `minibatches` optimizer steps on the kept samples, each at its `learning_rate`.
@@ -255,6 +271,7 @@ class Trainer:
                 lr=lr,
                 trained_responses=float(trained.sum()),
                 drift_kl=self._drift(),
+                entropy=self._entropy,
             )
 
     def score(self, pairs: Sequence[Pair], *, distributions: bool = False) -> list[np.ndarray]:
@@ -366,22 +383,27 @@ class Trainer:
         """Return the kept samples with all that an update needs of them before it is split."""
         config, samples = self.config, self._samples
         values = TrainingValues.of(samples, config, self.max_response_tokens)
-        behaviour = self._behaviour()
-        corrections = [torch.ones(len(old)) for old in self._old]
-        if config.correction == "truncated":
-            log_probs = zip(self._old, behaviour, strict=True)
-            corrections = [correction_weights(old, drawn, config.correction_cap) for old, drawn in log_probs]
+        behaviour, drawn = self._behaviour(), [sample.drawn() for sample in samples]
+        corrections = []
+        for old, engine, mask in zip(self._old, behaviour, drawn, strict=True):
+            whole = mask[: len(old)] if config.correction_level == "sequence" else None
+            corrections.append(correction_weights(old, engine, config.correction_cap, config.correction, whole))
         reference: list[Tensor] | None = None
         if self.reference is not None:
-            reference, rows = [torch.empty(0)] * len(samples), values.trained.nonzero()[:, 0].tolist()
+            # In rewards the penalty of a filtered response is part of its group's mean.
+            used = values.num_drawn if config.kl_in == "reward" else values.trained
+            reference, rows = [torch.empty(0)] * len(samples), used.nonzero()[:, 0].tolist()
             for i, logp in zip(rows, self._own_logprobs(self.reference, rows), strict=True):
                 reference[i] = logp
             subject = f"RL step {rl_step}: the reference model's log-probs, used by train.kl_coef,"
             self._refuse_infinite(reference, subject, "look at the weights of the recipe's model")
+            if config.kl_in == "reward":
+                values = TrainingValues.of(self._penalised(reference), config, self.max_response_tokens)
         return UpdateBatch(
             pairs=pairs_of(samples),
             values=values,
-            drawn=[sample.drawn() for sample in samples],
+            drawn=drawn,
+            behaviour=behaviour,
             base=behaviour if config.correction == "behaviour" else self._old,
             corrections=corrections,
             reference=reference,
@@ -395,19 +417,23 @@ class Trainer:
         config, values, lengths = self.config, batch.values, batch.values.lengths[rows]
         shares = weights * values.num_drawn
         whole, computed = float(shares.sum()), float(shares[values.trained].sum())
+        with_entropy = bool(config.entropy_coef)
+        found = self.policy(self._packed([batch.pairs[i] for i in rows]), entropy=with_entropy)
+        logp, entropy = found.unbind(-1) if with_entropy else (found, None)
         correction = self._joined(batch.corrections, rows)
         token_weight = weights[rows].repeat_interleave(lengths).to(self.device) * self._joined(batch.drawn, rows)
-        terms = policy_loss(
-            self.policy(self._packed([batch.pairs[i] for i in rows])),
-            self._joined(batch.base, rows),
-            values.advantages[rows].repeat_interleave(lengths).to(self.device),
-            token_weight,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            correction=correction,
-            kl_coef=config.kl_coef,
+        tokens = LossTokens(
+            logp=logp,
+            entropy=entropy,
+            old_logp=self._joined(batch.base, rows),
+            behaviour_logp=self._joined(batch.behaviour, rows),
             ref_logp=None if batch.reference is None else self._joined(batch.reference, rows),
+            advantages=values.advantages[rows].repeat_interleave(lengths).to(self.device),
+            weights=token_weight,
+            responses=torch.arange(len(rows)).repeat_interleave(lengths).to(self.device),
+            correction=correction,
         )
+        terms = policy_loss(tokens, config, self._objective)
         # FSDP2 averages gradients over ranks; the loss is a sum over data ranks, and each neighbour in a rank's group
         # has the gradient of its own tokens.
         (terms.loss * self.world).backward()
@@ -416,6 +442,19 @@ class Trainer:
         if not math.isfinite(loss):
             self._bad_loss.update(rows)
         return torch.tensor([loss, terms.clip_fraction / whole, terms.kl / whole, corrected / computed])
+
+    def _penalised(self, reference: Sequence[Tensor]) -> list[Sample]:
+        """Return the kept samples, their rewards less kl_coef times the estimated KL, summed over the response.
+
+        Unweighted: a reward belongs to its response, and the loss corrects for the policy that drew the response.
+        """
+        config, sums = self.config, torch.zeros(len(self._samples), dtype=torch.float64)
+        for i, (sample, old, ref) in enumerate(zip(self._samples, self._old, reference, strict=True)):
+            estimate = kl_estimate(old[: len(ref)], ref, config.kl_estimator)
+            sums[i] = estimate[sample.drawn()[: len(ref)]].double().sum()
+        self._sum(sums)
+        less = zip(self._samples, (config.kl_coef * sums).tolist(), strict=True)
+        return [replace(sample, reward=sample.reward - penalty) for sample, penalty in less]
 
     def _optimizer_step(self, lr: float, rl_step: int) -> float:
         """Step once at `lr`; return the gradient's norm before clipping."""
@@ -482,13 +521,16 @@ class Trainer:
         computed = zip(self._samples, self._rank_of, strict=True)
         return [torch.from_numpy(np.array(s.logprobs if n == self.data_rank else (), np.float32)) for s, n in computed]
 
-    def _own_logprobs(self, model: nn.Module, rows: Sequence[int]) -> list[Tensor]:
-        """Return log-probs of the kept samples `rows` on the host: [n] of this rank's own, [0] of others."""
-        logprobs = dict.fromkeys(rows, torch.empty(0))
+    def _own_logprobs(self, model: nn.Module, rows: Sequence[int], *, entropy: bool = False) -> list[Tensor]:
+        """Return log-probs of the kept samples `rows` on the host: [n] of this rank's own, [0] of others.
+
+        With `entropy` [n, 2], each beside its distribution's entropy.
+        """
+        logprobs = dict.fromkeys(rows, torch.empty(0, 2) if entropy else torch.empty(0))
         with torch.no_grad():
             for batch in self._own_batches(rows):
                 pairs = pairs_of([self._samples[i] for i in batch])
-                logp = model(self._packed(pairs)).float().cpu()
+                logp = model(self._packed(pairs), entropy=entropy).float().cpu()
                 logprobs |= zip(batch, logp.split([len(response) for _, response in pairs]), strict=True)
         return list(logprobs.values())
 
@@ -787,9 +829,10 @@ class PolicyModel(nn.Module):
         self.model_memory: ModelMemory | None = None
         self.sequence_ranks = sequence_ranks
 
-    def forward(self, batch: PackedTokens, *, whole: bool = False) -> Tensor:
+    def forward(self, batch: PackedTokens, *, whole: bool = False, entropy: bool = False) -> Tensor:
         """Return [R] log-probs of the responses' tokens, or their `whole` rows [R, V]; float32.
 
+        With `entropy` [R, 2]: beside each the entropy of its distribution, in nats, with gradient as the log-prob has.
         `batch` is this rank's share of a micro-batch; all `sequence_ranks` call it, and each gets all R.
         """
         hidden: Tensor = self.model.base_model(
@@ -808,7 +851,7 @@ class PolicyModel(nn.Module):
         if whole:
             rows = distributions(states, head, self.temperature)
             return self.sequence_ranks.join(rows, batch.own, batch.num_rows)
-        logprobs = token_logprobs(states, head, batch.next_tokens, self.temperature)
+        logprobs = token_logprobs(states, head, batch.next_tokens, self.temperature, entropy=entropy)
         # An empty sum keeps all parameters in the graph of a rank without rows.
         logprobs = logprobs + 0.0 * hidden[:1].float().sum()
         return self.sequence_ranks.join(logprobs, batch.own, batch.num_rows)
@@ -967,13 +1010,17 @@ LOGITS_AT_A_TIME = 1 << 26
 """Logits held at a time, 256 MiB in float32."""
 
 
-def token_logprobs(hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+def token_logprobs(
+    hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float, *, entropy: bool = False
+) -> Tensor:
     """Return log softmax(hidden @ head^T / temperature) at `tokens`: [R] in float32, natural logarithms.
 
-    `hidden` [R, H] and `head` [V, H] of one dtype, `tokens` [R]. The softmax is in float32 for any dtype; the head's
-    gradient is summed over chunks in float32. Gradients reach `hidden` and `head`.
+    With `entropy` [R, 2]: beside each the softmax's entropy. `hidden` [R, H] and `head` [V, H] of one dtype, `tokens`
+    [R]. The softmax is in float32 for any dtype; the head's gradient is summed over chunks in float32. Gradients reach
+    `hidden` and `head`.
     """
-    return _TokenLogprobs.apply(hidden, head, tokens, temperature)  # type: ignore[no-any-return, no-untyped-call]
+    found: Tensor = _TokenLogprobs.apply(hidden, head, tokens, temperature, entropy)  # type: ignore[no-untyped-call]
+    return found if entropy else found[:, 0]
 
 
 def distributions(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
@@ -984,33 +1031,42 @@ def distributions(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        normaliser = torch.empty_like(logprobs)
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float, entropy: bool) -> Tensor:
+        found = hidden.new_empty(len(hidden), 1 + entropy, dtype=torch.float32)
+        normaliser = found.new_empty(len(hidden))
         for rows in _chunks(len(hidden), len(head)):
             logits = (hidden[rows] @ head.T).float().div_(temperature)
-            normaliser[rows] = torch.logsumexp(logits, -1)
-            logprobs[rows] = logits.gather(1, tokens[rows, None])[:, 0] - normaliser[rows]
-        ctx.save_for_backward(hidden, head, tokens, normaliser)
+            drawn, most = logits.gather(1, tokens[rows, None])[:, 0], logits.amax(-1)
+            # As torch.logsumexp, whose exponentials the entropy shares.
+            exps = logits.sub_(most[:, None]).exp()
+            total = exps.sum(-1)
+            normaliser[rows] = total.log() + most
+            found[rows, 0] = drawn - normaliser[rows]
+            if entropy:
+                found[rows, 1] = total.log() - exps.mul_(logits).sum(-1) / total
+            del logits, exps  # before the next are made
+        ctx.save_for_backward(hidden, head, tokens, normaliser, *found[:, 1:].clone().unbind(-1))
         ctx.temperature = temperature
-        return logprobs
+        return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        hidden, head, tokens, normaliser = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        hidden, head, tokens, normaliser, *entropy = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
         of_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows in _chunks(len(hidden), len(head)):
-            logits = (hidden[rows] @ head.T).float().div_(ctx.temperature)
-            # d logp / d logits = (one-hot - softmax) / temperature
-            scale = gradient[rows, None] / ctx.temperature
-            of_logits = logits.sub_(normaliser[rows, None]).exp_().mul_(-scale)
-            of_logits.scatter_add_(1, tokens[rows, None], scale)
+            logp = (hidden[rows] @ head.T).float().div_(ctx.temperature).sub_(normaliser[rows, None])
+            # d logp / d logits = (one-hot - softmax) / temperature, d entropy = -softmax (logp + entropy) / temperature
+            scale = gradient[rows] / ctx.temperature
+            factor = logp.add(entropy[0][rows, None]).mul_(-scale[:, 1:]).sub_(scale[:, :1]) if entropy else -scale
+            of_logits = logp.exp_().mul_(factor)
+            of_logits.scatter_add_(1, tokens[rows, None], scale[:, :1])
             of_logits = of_logits.to(head.dtype)
             of_hidden[rows] = of_logits @ head
             if of_head is not None:
                 of_head += of_logits.T @ hidden[rows]
-        return of_hidden, of_head if of_head is None else of_head.to(head.dtype), None, None
+            del logp, factor, of_logits
+        return of_hidden, of_head if of_head is None else of_head.to(head.dtype), None, None, None
 
 
 def _chunks(rows: int, vocabulary: int) -> list[slice]:
