@@ -42,6 +42,7 @@ from tltlab.runtime.drafter.run import (
     drafter_of,
     machine_addresses,
 )
+from tltlab.runtime.drafter.training import Acceptance
 from tltlab.runtime.drafter.worker import read_data
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
@@ -262,6 +263,7 @@ def test_what_was_trained_goes_into_service_between_rollouts(story):
         assert same(own, weights), "trainers go on from another one"
     rows = story.rows["spot_training"]
     assert {row["worker"] for row in rows} == {1, 2}
+    assert [row["accept"] for row in rows if row["accept"]] == [predicted] * 2
     # Whoever runs out of requests first may train alone until the other one joins.
     assert {row["worker"] for row in rows if row["members"] == 2} == {1, 2}
     assert {row["drafter_age"] for row in story.rows["acceptance"]} >= {story.rl_step}
@@ -357,7 +359,7 @@ def test_a_dying_trainer_costs_a_checkpoint_its_data(story, tmp_path):
     assert found >= {"data-1.safetensors", "drafter.safetensors", "drafter_training.safetensors"}
     assert not [name for name in found if "data-2" in name]
     data = read_data(saved / "data-1.safetensors")
-    assert [sequence.key for sequence in (*data.held, *data.heldout)] == had[1]
+    assert [sequence.key for sequence in data.sequences] == had[1]
     story.restarted(2, pid)
 
 
@@ -641,7 +643,7 @@ def assert_engines_draft_with(weights, run):
 
 def boast(trainer):
     """A prediction that no engine bears out, as when it drafts with a wrong embedding."""
-    trainer.training.predict = lambda sequences: [0.9] * 3
+    trainer.training.predict = lambda sequences: Acceptance(chances=[0.9] * 3, rows=[1] * 3)
 
 
 @pytest.mark.parametrize(

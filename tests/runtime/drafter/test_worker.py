@@ -25,7 +25,8 @@ from tltlab.coordination.machine import (
 )
 from tltlab.runtime.drafter.feed import SequenceSender
 from tltlab.runtime.drafter.group import RendezvousServer
-from tltlab.runtime.drafter.worker import HELD_OUT, SpotTrainer, TrainerPlacement
+from tltlab.runtime.drafter.training import pooled
+from tltlab.runtime.drafter.worker import SpotTrainer, TrainerPlacement
 from tltlab.runtime.recipe.drafter import DrafterConfig, OptimConfig
 
 from ..small_models import until
@@ -159,7 +160,7 @@ def bench(tmp_path, sockets):
 
 
 def predicted(trainer):
-    return trainer.training.predict(trainer._heldout)
+    return pooled([trainer.training.predict(trainer._heldout)])
 
 
 def sequences(rl_step=0, number=24):
@@ -181,7 +182,7 @@ def test_an_idle_worker_trains_until_the_rollout_ends(bench):
     waited = bench.ends()
     report = trainer.report()
     (row,) = report.rows
-    assert (report.updates, report.predicted[:1]) == (row["updates"], predicted(trainer)[:1])
+    assert (report.updates, pooled([report.predicted])) == (row["updates"], predicted(trainer))
     assert trainer.report().rows == []
     assert (row["rl_step"], row["worker"], row["members"], row["ended"]) == (0, 1, 1, "stopped")
     assert row["updates"] == trainer.training.updates >= 30
@@ -254,14 +255,14 @@ def test_states_not_finite_end_the_period_only(bench):
     assert "not finite" in row["detail"]
     assert (row["updates"], trainer.training.updates, trainer.training.skipped) == (0, 0, 3)
     assert same(trainer.weights(), good)
-    assert trainer.report().predicted == [], "the run has nothing new to serve"
+    assert not trainer.report().predicted.rows, "the run has nothing new to serve"
     bench.ends()
     bench.begin(1)
     bench.begin(2)
     bench.teach(1, sequences(2))
     bench.trains(1, 4)
     bench.ends()
-    assert math.isfinite(trainer.report().predicted[0])
+    assert math.isfinite(trainer.report().predicted.chances[0])
 
 
 def test_a_group_starts_from_its_furthest_member(bench):
@@ -284,9 +285,8 @@ def test_a_group_starts_from_its_furthest_member(bench):
     assert rows[1]["updates"] == old.training.updates - before
 
 
-def test_every_eighth_response_is_held_out(bench):
-    trainer = bench.taught(some=sequences(number=2 * HELD_OUT))
-    assert len(trainer.buffer) == 2 * HELD_OUT - 2
+def test_drafters_of_several_ages_are_annotated(bench):
+    trainer = bench.taught(some=sequences())
     for rl_step in (4, 5, 6):
         trainer.publish(None, rl_step)
     rows = trainer.annotate()
@@ -319,7 +319,7 @@ def test_a_cached_prompts_states_come_from_a_sibling(bench):
 
 
 def test_what_is_kept_beside_the_buffer_is_bounded(bench):
-    some = [text.sequence(n, rows=24, prompt=10) for n in range(6 * HELD_OUT)]
+    some = [text.sequence(n, rows=24, prompt=10) for n in range(48)]
     most = 3 * some[0].nbytes
     config = CONFIG.model_copy(update={"buffer": CONFIG.buffer.model_copy(update={"max_bytes": 8 * most})})
     trainer = bench.taught(config, some=some)
