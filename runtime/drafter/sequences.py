@@ -25,7 +25,8 @@ def prompt_draw(prompt: str, seed: int) -> float:
     A hash of its arguments, so that it is the same for all responses to the prompt, for all workers and members of a
     group, in any order of arrival and after a restart. In a run `prompt` is the prompt's id, which is the same in all
     epochs, and not its key, which has the RL step: a prompt held out in one RL step and trained on in another would
-    judge what has seen it. Offline, where texts have no ids, it is the prompt itself.
+    judge what has seen it. Offline, where texts have no ids, it is the prompt itself; so a run may hold out prompts of
+    its drafter's warm-up, which both drafters that it compares have seen.
 
     >>> [round(prompt_draw(prompt, seed=0), 2) for prompt in ("p10", "p11")]
     [0.84, 0.0]

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -27,7 +28,7 @@ from tltlab.coordination.machine import (
     TrainerReady,
     WorkerIdle,
 )
-from tltlab.coordination.schedule import ScheduleConfig, TrainingSchedule
+from tltlab.coordination.schedule import Attempt, ScheduleConfig, TrainingSchedule
 from tltlab.errors import ConfigError
 from tltlab.files import write_file
 from tltlab.policies.policy import Policy
@@ -42,8 +43,8 @@ from tltlab.runtime.drafter.run import (
     drafter_of,
     machine_addresses,
 )
-from tltlab.runtime.drafter.training import Acceptance
-from tltlab.runtime.drafter.worker import read_data
+from tltlab.runtime.drafter.training import UNKNOWN, Acceptance
+from tltlab.runtime.drafter.worker import TrainerReport, read_data
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.run.grpo import GrpoRun, train
@@ -330,6 +331,27 @@ def test_a_gate_passes_only_a_better_drafter(story, monkeypatch):
     assert any("does not serve" in json.dumps(event) for event in story.logged()[-4:])
     run.training.publish(run.served)
     assert set(story.trainers(num_updates)) == {run.served.updates}
+
+
+def test_without_a_held_out_prompt_the_next_rl_steps_decide(tmp_path):
+    schedule = TrainingSchedule(ScheduleConfig(kind="gated"))
+    assert not schedule.serves(Attempt(rl_step=0)), "what nobody knows does not replace an untrained drafter"
+    schedule.pretrained = True
+    better, worse = (Acceptance(chances=[chance], rows=[10]) for chance in (0.6, 0.5))
+
+    def passes(rl_step, updates, candidate, served):
+        rows = [{"updates": updates, "yield_s": 0.5}]
+        events = RunEvents(tmp_path / "events.jsonl")
+        run = SimpleNamespace(schedule=schedule, events=events, _rows={"spot_training": rows})
+        report = TrainerReport(rows=[], failures=[], updates=9, candidate=candidate, served=served)
+        # The other worker has no held-out prompt.
+        found = DrafterRun._passes_gate(run, rl_step, [report, replace(report, candidate=UNKNOWN, served=UNKNOWN)])
+        return found, [(attempt.rl_step, attempt.candidate) for attempt in schedule.attempts]
+
+    assert passes(1, 9, UNKNOWN, UNKNOWN) == passes(2, 0, UNKNOWN, UNKNOWN) == (False, [(1, None)])
+    assert passes(3, 0, better, worse) == (True, [(1, 1.6)])
+    assert passes(4, 0, better, worse) == (False, [(1, 1.6)]), "it was judged, and not trained since"
+    assert (tmp_path / "events.jsonl").read_text().count("those of the next RL step decide") == 2
 
 
 def forget_served(trainer):
