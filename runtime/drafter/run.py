@@ -359,7 +359,7 @@ class DrafterRun(Drafting):
         self.schedule.attempted(attempt)
         passes = self.schedule.serves(attempt)
         if attempt.candidate is None or attempt.served is None:
-            reason = "no response to a held-out prompt measures it yet: those of the next RL step decide"
+            reason = "no response to a held-out prompt, one in eight, measures it yet: those of the next RL step decide"
         else:
             reason = f"{attempt.candidate:.3f} tokens per draft on held-out prompts, {attempt.served:.3f} before"
         self.events.record(
