@@ -76,8 +76,8 @@ UNKNOWN = Acceptance()
 def pooled(measured: Iterable[Acceptance]) -> list[float]:
     """Return the chances of all rows together; [] without data.
 
-    >>> pooled([UNKNOWN, Acceptance(chances=[0.5, 0.2], rows=[2, 0]), Acceptance(chances=[0.8, 0.4], rows=[4, 3])])
-    [0.7, 0.4]
+    >>> pooled([UNKNOWN, Acceptance(chances=[0.5, 0.0], rows=[2, 0]), Acceptance(chances=[0.75, 0.5], rows=[2, 1])])
+    [0.625, 0.5]
     """
     found = [(each.chances, each.rows) for each in measured if each.rows]
     if not found:
