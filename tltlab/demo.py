@@ -22,7 +22,7 @@ from tltlab.report.timeline import timeline, write_perfetto
 from tltlab.runtime.drafter.offline.runs import annotated_drafts, by_position, idle_times, last_third
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.models.make import Size, make_model
-from tltlab.runtime.models.runs import Sizes, fixed_depth, recipe_of, trained_beside, warmed_up
+from tltlab.runtime.models.runs import Sizes, fixed_depth, prompts_of, recipe_of, trained_beside, warmed_up
 from tltlab.runtime.ray.start import preforking, ray_running
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import DataConfig, EvalConfig, RolloutConfig, TrainConfig
@@ -259,7 +259,7 @@ def demo_text(result: dict[str, Any]) -> str:
         f"take {result['predicted_rollout_s_without_speculation']:.2f} s (simulated)",
         f"a drafter trained on idle workers: {drafter['adaptive_accept_length']:.2f} tokens per draft in the last "
         f"third of {len(drafter['steps'])} steps, the one it was at first {drafter['frozen_accept_length']:.2f} on the "
-        f"same responses; {drafter['updates']} updates",
+        f"same responses, to prompts that neither has seen; {drafter['updates']} updates",
         f"{result['wall_s']:.0f} s in all",
     ]
     return "\n".join(lines)
@@ -277,8 +277,8 @@ def run_drafter(
     """Warm up a drafter for `model`, run GRPO with it into `out`, and return the effect of its training.
 
     Four workers, as with two only one is ever idle. Frozen and adaptive drafter are compared on the same responses,
-    those of the last third of the RL steps: the one that the run began with, and the one in service. `before_steps` is
-    called once all has started.
+    those of the last third of the RL steps to prompts that neither has seen: the one that the run began with, and the
+    one in service. `before_steps` is called once all has started.
     """
     head = warmed_up(model, out / "warm-up", sizes, report)
     drafter = trained_beside(head, sizes).model_copy(update={"annotate": 8})
@@ -292,9 +292,10 @@ def run_drafter(
         run.save()
     trace = read(out / "trace")
     write_json(out / "run.json", sealed(run_json(recipe)))
-    pairs = annotated_drafts(trace)
+    warmed_on = {prompt.prompt_id for prompt in prompts_of(model, "train", sizes.warm_up_texts)}
+    pairs = annotated_drafts(trace, warmed_on)
     if not pairs:
-        raise RunError(f"{out}: no response of the run with the adaptive drafter was annotated")
+        raise RunError(f"{out}: no response to a new prompt of the run with the adaptive drafter was annotated")
     late = set(last_third([pair[0].rl_step for pair in pairs]))
     frozen, adaptive = ([pair[i] for pair in pairs if pair[i].rl_step in late] for i in (0, 1))
     idle = idle_times(trace)

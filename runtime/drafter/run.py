@@ -17,7 +17,7 @@ import time
 from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ from tltlab.state import DrafterState
 from .group import LOOPBACK, RendezvousServer
 from .heads.head import host_copies
 from .heads.kinds import check_fit, load_head, new_head
-from .training import TrainingPeriod
+from .training import TrainingPeriod, pooled
 from .worker import SpotTrainer, TrainerPlacement, TrainerReport
 
 MOST_LETTERS = 85
@@ -304,59 +304,66 @@ class DrafterRun(Drafting):
         self.watch.rollout_ended(self._ask_engines("ask_engine", "drafter_report"))
         most = max((report.updates for report in reports.values()), default=0)
         if most > self.served.updates:
-            # All of these have the same drafter; one that has just started has no held-out data.
-            furthest = [worker for worker, report in reports.items() if report.updates == most]
-            best = min(furthest, key=lambda worker: (not reports[worker].predicted, worker))
-            self._swap(rl_step, best, reports[best])
+            # All of these have the same drafter.
+            furthest = {worker: report for worker, report in reports.items() if report.updates == most}
+            predicted = pooled(report.predicted for report in furthest.values())
+            newest = {row["worker"]: row for row in rows if row["worker"] in furthest and row["updates"]}
+            for row in newest.values():
+                row["accept"] = predicted or None
+            self._swap(rl_step, furthest, predicted)
 
-    def _swap(self, rl_step: int, worker: int, report: TrainerReport) -> None:
-        """Load the drafter of the trainer of `worker` into the engines, and into all other trainers."""
+    def _swap(self, rl_step: int, reports: Mapping[int, TrainerReport], predicted: list[float]) -> None:
+        """Load the drafter that the trainers of these reports have into the engines, and into all other trainers."""
         assert self.training is not None
+        worker = min(reports)
+        updates = reports[worker].updates
         try:
-            check_chances(report.predicted)
+            check_chances(predicted)
         except ConfigError as error:
             self.events.note(f"the drafter that worker {worker} trained does not go into service: {error}")
             return
-        if self.schedule.config.kind == "gated" and not self._passes_gate(rl_step - 1, report):
+        if self.schedule.config.kind == "gated" and not self._passes_gate(rl_step - 1, list(reports.values())):
             return
         state = self.training.ask("state", workers=[worker])
         weights = self.training.answers("weights", workers=[worker]).get(worker)
         if weights is None or not self.training.collect(state):
             return
-        self._ask_engines("update_draft_weights", ray.put(weights), report.predicted, report.updates)
-        self.schedule.trained(rl_step - 1, report.updates - self.served.updates)
+        self._ask_engines("update_draft_weights", ray.put(weights), predicted, updates)
+        self.schedule.trained(rl_step - 1, updates - self.served.updates)
         self.served = ServedDrafter(
-            updates=report.updates,
+            updates=updates,
             swaps=self.served.swaps + 1,
             published=rl_step,
-            predicted=report.predicted,
+            predicted=predicted,
             weights=weights,
             training=state[worker],
         )
         self.training.publish(self.served)
 
-    def _passes_gate(self, rl_step: int, report: TrainerReport) -> bool:
-        """Return True if the drafter trained in the rollout of `rl_step` goes into service, by its trainer's report.
+    def _passes_gate(self, rl_step: int, reports: Sequence[TrainerReport]) -> bool:
+        """Return True if the drafter goes into service after the rollout of `rl_step`, by its trainers' reports.
 
-        A rejected drafter is judged again when it has been trained further.
+        It is judged on that rollout's responses to held-out prompts; without one it waits, and the next RL step's
+        decide, whether it is trained further or not. A rejected drafter is judged again when it has been.
         """
         trained = [row for row in self._rows["spot_training"] if row["updates"]]
-        if not trained:
+        attempt = self.schedule.attempts[-1] if self.schedule.attempts else None
+        if trained:
+            attempt = Attempt(rl_step=rl_step, delay_s=max(row["yield_s"] or 0.0 for row in trained))
+        if attempt is None or attempt.candidate is not None:
             return False
-        attempt = Attempt(
-            rl_step=rl_step,
-            delay_s=max(row["yield_s"] or 0.0 for row in trained),
-            candidate=tokens_per_draft(report.candidate) if report.candidate else None,
-            served=tokens_per_draft(report.served) if report.served else None,
-        )
+        candidate, served = pooled(r.candidate for r in reports), pooled(r.served for r in reports)
+        if candidate:
+            lengths = tokens_per_draft(candidate), tokens_per_draft(served)
+            attempt = replace(attempt, candidate=lengths[0], served=lengths[1])
         self.schedule.attempted(attempt)
         passes = self.schedule.serves(attempt)
         if attempt.candidate is None or attempt.served is None:
-            reason = "no held-out response of the newest policy measures its acceptance"
+            reason = "no response to a held-out prompt, one in eight, measures it yet: those of the next RL step decide"
         else:
-            reason = f"{attempt.candidate:.3f} tokens per draft on held-out responses, {attempt.served:.3f} before"
+            reason = f"{attempt.candidate:.3f} tokens per draft on held-out prompts, {attempt.served:.3f} before"
         self.events.record(
-            f"the drafter trained in RL step {rl_step} {'serves' if passes else 'does not serve'}: {reason}"
+            f"the drafter trained in RL step {attempt.rl_step} {'serves' if passes else 'does not serve'}: {reason}"
         )
         return passes
 
@@ -579,7 +586,7 @@ class IdleWorkerTraining:
         rows = [row for report in reports.values() for row in report.rows]
         for worker, term, died_s in self._lost:
             lost = TrainingPeriod(rl_step=rl_step, term=term, began=died_s, ended="killed", detail=LOST)
-            rows.append(lost.row(worker, 0.0, died_s) | {"accept": None})
+            rows.append(lost.row(worker, 0.0, died_s))
         self._lost = []
         for row in rows:
             if row["ended"] == "failed":

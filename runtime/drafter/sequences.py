@@ -6,6 +6,7 @@ Sequences are packed without padding: attention and positions are per sequence (
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,25 @@ import torch
 from torch import Tensor
 
 from tltlab.drafters.base import Key
+
+HELD_OUT = 1 / 8
+"""Share of a run's prompts that are held out: their responses judge the drafter, and no trainer learns from them."""
+
+
+def prompt_draw(prompt: str, seed: int) -> float:
+    """Return a number in [0, 1) drawn for a prompt: held out of a drafter's training are the lowest, a share of all.
+
+    A hash of its arguments, so that it is the same for all responses to the prompt, for all workers and members of a
+    group, in any order of arrival and after a restart. In a run `prompt` is the prompt's id, which is the same in all
+    epochs, and not its key, which has the RL step: a prompt held out in one RL step and trained on in another would
+    judge what has seen it. Offline, where texts have no ids, it is the prompt itself; so a run may hold out prompts of
+    its drafter's warm-up, which both drafters that it compares have seen.
+
+    >>> [round(prompt_draw(prompt, seed=0), 2) for prompt in ("p10", "p11")]
+    [0.84, 0.0]
+    """
+    digest = hashlib.blake2b(f"{seed}:{prompt}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest) / 2**32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,15 +39,14 @@ _WARM_UP_ROWS = 64
 class UpdateReport:
     """One update, the same for all members except `seconds`.
 
-    `loss` and `accept` (`DrafterLoss`'s, by unrolled step) are means over all members' rows; `tokens`, those that
-    counted, and `sequences` are sums. All are 0, and `accept` is empty, where nothing was applied: no member had data,
-    or the update was `skipped`, since some loss, gradient or new weight was not finite. `grad_norm` is the gradient's
-    before clipping. `leave`: some member wants to leave, so all do now. `pass_s` are this member's seconds for its own
-    part of `seconds`, before the exchange, over `own_rows` of `own_sequences`.
+    `loss`, of the texts trained on, is a mean over all members' rows; `tokens`, those that counted, and `sequences` are
+    sums. All are 0 where nothing was applied: no member had data, or the update was `skipped`, since some loss,
+    gradient or new weight was not finite. `grad_norm` is the gradient's before clipping. `leave`: some member wants to
+    leave, so all do now. `pass_s` are this member's seconds for its own part of `seconds`, before the exchange, over
+    `own_rows` of `own_sequences`.
     """
 
     loss: float = 0.0
-    accept: list[float] = field(default_factory=list)
     grad_norm: float = 0.0
     tokens: int = 0
     sequences: int = 0
@@ -59,9 +59,40 @@ class UpdateReport:
     own_sequences: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """Acceptance rate by unrolled step, given that earlier tokens were kept, as a mean over `rows`; empty without data.
+
+    `DrafterLoss.accept` and `reached`, at the rollout's temperature.
+    """
+
+    chances: list[float] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+
+UNKNOWN = Acceptance()
+
+
+def pooled(measured: Iterable[Acceptance]) -> list[float]:
+    """Return the chances of all rows together; [] without data.
+
+    >>> pooled([UNKNOWN, Acceptance(chances=[0.5, 0.0], rows=[2, 0]), Acceptance(chances=[0.75, 0.5], rows=[2, 1])])
+    [0.625, 0.5]
+    """
+    found = [(each.chances, each.rows) for each in measured if each.rows]
+    if not found:
+        return []
+    chances, rows = np.array(found).swapaxes(0, 1)
+    means: list[float] = ((chances * rows).sum(0) / np.maximum(rows.sum(0), 1)).tolist()
+    return means
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainingPeriod:
-    """One training period; fields as in the trace's `spot_training`, and `unsaved` updates."""
+    """One training period; fields as in the trace's `spot_training`, and `unsaved` updates.
+
+    `accept` is set by who measures it, on held-out prompts.
+    """
 
     rl_step: int
     term: int
@@ -79,7 +110,7 @@ class TrainingPeriod:
     checkpoints: int = 0
     ended: str = "stopped"
     loss: float | None = None
-    accept: list[float] = field(default_factory=list)
+    accept: list[float] | None = None
     detail: str | None = None
 
     def learned(self, report: UpdateReport) -> None:
@@ -88,7 +119,7 @@ class TrainingPeriod:
         self.unsaved += 1
         self.tokens += report.own_rows
         self.sequences += report.own_sequences
-        self.loss, self.accept = report.loss, report.accept
+        self.loss = report.loss
 
     def row(self, worker: int, rl_step_began: float, freed: float) -> dict[str, Any]:
         """Return the row of the trace; times are of `time.perf_counter`."""
@@ -107,8 +138,8 @@ class HeadTraining:
     of a group that begin with the same state (`share`) end every update with the same state.
 
     >>> training = HeadTraining(head, frozen, LossConfig(), OptimConfig(lr=1e-3), "cpu")         # doctest: +SKIP
-    >>> training.update(buffer.sample(4096, rng)).accept                                            # doctest: +SKIP
-    [0.61]
+    >>> training.update(buffer.sample(4096, rng)).loss                                              # doctest: +SKIP
+    0.61
     """
 
     def __init__(
@@ -140,7 +171,7 @@ class HeadTraining:
                 "step": torch.zeros((), device=self.device),
                 **{name: torch.zeros_like(value, memory_format=torch.contiguous_format) for name in MOMENTS},
             }
-        self._message = _Message(self._params, loss.num_unrolled, self.device)
+        self._message = _Message(self._params, self.device)
         self.set_target(frozen)
         state = self.live_state()
         # On the device if it keeps as much memory free.
@@ -210,7 +241,6 @@ class HeadTraining:
         return replace(
             report,
             loss=float(message.loss / tokens),
-            accept=(message.accept / message.reached.clamp(min=1)).tolist(),
             grad_norm=norm,
             tokens=tokens,
             sequences=int(message.sequences),
@@ -232,18 +262,18 @@ class HeadTraining:
         self._bad, self.skipped = 0, skipped
         self.load_state_dict(before)
 
-    def predict(self, sequences: Sequence[TrainingSequence], head: DrafterHead | None = None) -> list[float]:
-        """Return the acceptance rate (`DrafterLoss.accept`) by unrolled step; [] without data.
+    def predict(self, sequences: Sequence[TrainingSequence], head: DrafterHead | None = None) -> Acceptance:
+        """Return the acceptance of the trained head, or of `head`.
 
-        The estimate is unbiased on sequences that were not trained on. The acceptance is that of the trained head, or
-        of `head`.
+        The estimate is unbiased on prompts that were not trained on.
         """
         teaching = [sequence for sequence in sequences if sequence.teaches]
         if not teaching:
-            return []
+            return UNKNOWN
         with torch.no_grad(), self.autocast():
             batch = pack(teaching, self.device)
-            return drafter_loss(head or self.head, self.frozen, batch, self.loss, temperature=self.temperature).accept
+            found = drafter_loss(head or self.head, self.frozen, batch, self.loss, temperature=self.temperature)
+        return Acceptance(chances=found.accept, rows=found.reached)
 
     def share(self, group: DrafterGroup) -> None:
         """Take the leader's weights, moments and counters; all members call it when a group has formed.
@@ -252,8 +282,8 @@ class HeadTraining:
         their drafters are not of one shape, and GroupLost, with this member's state unchanged, where a member is lost.
         """
         # Exchanges of different sizes would end processes, not just the group.
-        size = self._message.flat.numel()
-        shape = torch.tensor([size, size * size], device=self.device)
+        shape = torch.tensor([self._message.flat.numel(), self.loss.num_unrolled], device=self.device)
+        shape = torch.cat([shape, shape * shape])
         total = shape.clone()
         group.sum(total)
         if not torch.equal(total, shape * group.world):
@@ -302,7 +332,7 @@ class HeadTraining:
     def _fill_message(
         self, sequences: Sequence[TrainingSequence], leave: Callable[[], bool]
     ) -> Sequence[TrainingSequence]:
-        """Write this member's sums to the message: gradient, losses and acceptance times tokens, or the failure flag.
+        """Write this member's sums to the message: gradient and losses times tokens, or the failure flag.
 
         Return the sequences included: those that teach, or as many as there was time for.
         """
@@ -322,10 +352,7 @@ class HeadTraining:
                 message.clear()
                 message.bad.fill_(1.0)
                 break
-            reached = torch.tensor(result.reached, dtype=torch.float32)
             message.loss.add_(result.loss.detach() * result.rows)
-            message.reached.add_(reached.to(self.device))
-            message.accept.add_((torch.tensor(result.accept) * reached).to(self.device))
             message.tokens.add_(result.rows)
             message.sequences.add_(len(part))
         return teaching[:done]
@@ -404,11 +431,10 @@ def _first(sequences: Sequence[TrainingSequence], most_rows: int) -> Sequence[Tr
 class _Message:
     """The sums that members exchange, in one flat tensor of float32: gradients, then a few scalars. Parts are views."""
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], num_unrolled: int, device: torch.device) -> None:
+    def __init__(self, params: Sequence[torch.nn.Parameter], device: torch.device) -> None:
         size = sum(value.numel() for value in params)
-        self.flat = torch.zeros(size + 2 * num_unrolled + 7, device=device)
-        self.gradient, sums = self.flat[:size], self.flat[size:]
-        self.accept, self.reached, single = torch.split(sums, [num_unrolled, num_unrolled, 7])
+        self.flat = torch.zeros(size + 7, device=device)
+        self.gradient, single = self.flat[:size], self.flat[size:]
         self.loss, self.tokens, self.sequences, self.bad, self.leave, self.keep, self.members = single.unbind()
         begin = 0
         for value in params:

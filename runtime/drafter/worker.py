@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ from .heads.head import DrafterHead, check_tensors
 from .heads.kinds import load_head
 from .heads.target import FrozenTarget, Tensors
 from .offline.chains import kept_along
-from .sequences import TrainingSequence
-from .training import HeadTraining, TrainingPeriod
+from .sequences import HELD_OUT, TrainingSequence, prompt_draw
+from .training import UNKNOWN, Acceptance, HeadTraining, TrainingPeriod
 
 POLL_S = 0.02
 """Seconds between checks of a trainer without data."""
@@ -49,10 +49,8 @@ POLL_S = 0.02
 MEET_S = 0.002
 """Seconds between checks of members about to meet: the device is held meanwhile."""
 
-HELD_OUT = 8
-"""One in so many sequences is held out of training, to evaluate the drafter."""
-
 MOST_HELD_OUT = 32
+"""Most held-out sequences kept, the newest."""
 
 SETTLE_S = 2.0
 """Most seconds for an engine's sequences to arrive; later ones are not in the checkpoint."""
@@ -89,17 +87,17 @@ class TrainerPlacement:
 class TrainerReport:
     """A trainer's new `rows` of `spot_training`, errors of checkpoints, and the updates of its state in all.
 
-    `predicted`: acceptance rate by position on held-out responses. `candidate` and `served`: the same on those of the
-    newest policy alone, for this drafter and the one in service. Empty without data, or where the drafter was not
-    trained since it was published.
+    `predicted`: acceptance on responses to held-out prompts. `candidate` and `served`: the same on those of the newest
+    policy alone, for this drafter and the one in service. Empty without data, or where the drafter was not trained
+    since it was published.
     """
 
     rows: list[Row]
     failures: list[str]
     updates: int
-    predicted: list[float] = field(default_factory=list)
-    candidate: list[float] = field(default_factory=list)
-    served: list[float] = field(default_factory=list)
+    predicted: Acceptance = UNKNOWN
+    candidate: Acceptance = UNKNOWN
+    served: Acceptance = UNKNOWN
 
 
 class SpotTrainer:
@@ -157,10 +155,8 @@ class SpotTrainer:
             shutil.rmtree(place.folder, ignore_errors=True)
         if data is not None and (path := data_path(data, place.worker)).exists():
             saved_data = read_data(path)
-            for sequence in saved_data.held:
-                self.buffer.add(sequence)
-            for sequence in saved_data.heldout:
-                self._hold_out(sequence)
+            for sequence in saved_data.sequences:
+                self._keep(sequence)
             self.rng.bit_generator.state = dict(saved_data.random_state)
         head = load_head(place.head)
         self.training = HeadTraining(
@@ -284,10 +280,9 @@ class SpotTrainer:
         """
         self._feed.settle(SETTLE_S)
         with self._data:
-            data = TrainerData(
-                held=self.buffer.sequences(), heldout=list(self._heldout), random_state=self.rng.bit_generator.state
-            )
-        if data.held or data.heldout:
+            sequences = [*self.buffer.sequences(), *self._heldout]
+            data = TrainerData(sequences=sequences, random_state=self.rng.bit_generator.state)
+        if sequences:
             write_data(data_path(folder, self.place.worker), data)
 
     def memory(self) -> ProcessMemory:
@@ -341,17 +336,17 @@ class SpotTrainer:
                 self._sample = [whole if sampled.key == whole.key else sampled for sampled in self._sample]
                 return
             self._keys.add(whole.key)
-            if len(self._keys) % HELD_OUT:
-                self.buffer.add(whole)
-            else:
-                self._hold_out(whole)
+            self._keep(whole)
             # A uniform sample of the RL step's responses, for `annotate`.
             if len(self._sample) < self.config.annotate:
                 self._sample.append(whole)
             elif (slot := int(self.rng.integers(len(self._keys)))) < self.config.annotate:
                 self._sample[slot] = whole
 
-    def _hold_out(self, sequence: TrainingSequence) -> None:
+    def _keep(self, sequence: TrainingSequence) -> None:
+        if prompt_draw(sequence.key[1], self.place.seed) >= HELD_OUT:
+            self.buffer.add(sequence)
+            return
         self._heldout.append(sequence)
         while len(self._heldout) > 1 and _nbytes(self._heldout) > self._most_extra:
             self._heldout.popleft()
@@ -622,10 +617,9 @@ class DataBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerData:
-    """A trainer's buffer, its held-out sequences, both oldest first, and its generator's state."""
+    """A trainer's sequences, oldest first, those of the buffer before held-out ones, and its generator's state."""
 
-    held: Sequence[TrainingSequence]
-    heldout: Sequence[TrainingSequence]
+    sequences: Sequence[TrainingSequence]
     random_state: Mapping[str, Any]
 
 
@@ -636,15 +630,13 @@ def data_path(folder: Path, worker: int) -> Path:
 
 def write_data(path: Path, data: TrainerData) -> None:
     """Write the data atomically, without copying tensors. RunError where the disk fails."""
-    sequences = [*data.held, *data.heldout]
     tensors: dict[str, Tensor] = {}
-    for number, sequence in enumerate(sequences):
+    for number, sequence in enumerate(data.sequences):
         parts = {name: getattr(sequence, name) for name in TENSORS}
         tensors |= {f"{number}.{name}": value.contiguous() for name, value in parts.items() if value is not None}
     header = {
-        "num_held": len(data.held),
         "random_state": data.random_state,
-        "sequences": [[list(s.key), s.first_position, s.prompt_tokens] for s in sequences],
+        "sequences": [[list(s.key), s.first_position, s.prompt_tokens] for s in data.sequences],
     }
     try:
         with new_file(path) as new:
@@ -670,8 +662,7 @@ def read_data(path: Path) -> TrainerData:
                 )
                 for n, (key, first_position, prompt_tokens) in enumerate(header["sequences"])
             ]
-        cut = header["num_held"]
-        return TrainerData(held=sequences[:cut], heldout=sequences[cut:], random_state=header["random_state"])
+        return TrainerData(sequences=sequences, random_state=header["random_state"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         cause = one_line(error)[:200]
         raise ConfigError(f"{path} does not hold training data of a drafter: {cause}") from error

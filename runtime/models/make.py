@@ -255,10 +255,9 @@ def teach_mtp(model: SmallModel, batches: Batches, size: Size, seed: int, progre
         LossConfig(kind="mtp", unroll=2),
         OptimConfig(lr=_MTP_LR),
     )
-    accept: list[float] = []
     for _ in range(max(size.steps // 2, 1)):
-        ids, labels = next(batches)
-        accept = training.update(list(_sequences(model, ids, labels))).accept
+        training.update(list(_sequences(model, *next(batches))))
+    accept = training.predict(list(_sequences(model, *next(batches)))).chances
     progress(f"its MTP layer: {', '.join(f'{share:.2f}' for share in accept)} of its drafted tokens would be accepted")
     assert isinstance(training.head, MtpHead)
     return training.head

@@ -453,7 +453,8 @@ def drafter_training(trace: Trace, scenario: Scenario) -> DrafterTraining | None
     """Simulate the scenario with the trace's drafter trained and untrained; None where the trace does not know both.
 
     The two are the best and the worst of the states in acceptance.parquet, where it has several of one drafter, else
-    those of an acceptance.json of kind fresh: just trained, and never again.
+    those of an acceptance.json of kind fresh: just trained, and never again. A run annotates an RL step's responses
+    with drafters trained before it, to which its prompts are new unless they come again.
     """
     known = _known(trace)
     if known is None:

@@ -26,7 +26,16 @@ from tltlab.runtime.drafter.offline.runs import (
     last_third,
 )
 from tltlab.runtime.engine.environment import hardware, versions
-from tltlab.runtime.models.runs import DRAFTER, Kind, Sizes, fixed_depth, recipe_of, trained_beside, warmed_up
+from tltlab.runtime.models.runs import (
+    DRAFTER,
+    Kind,
+    Sizes,
+    fixed_depth,
+    prompts_of,
+    recipe_of,
+    trained_beside,
+    warmed_up,
+)
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import requests_of
 from tltlab.runtime.run.grpo import GrpoRun
@@ -88,6 +97,7 @@ def bench_adaptive(
     what is to be reached.
     """
     policy = fixed_depth(out / "policy.json", sizes.draft_depth)
+    warmed_on = {prompt.prompt_id for prompt in prompts_of(model, "train", sizes.warm_up_texts)}
     runs = []
     for number in range(seed, seed + sizes.seeds):
         traces = {}
@@ -95,7 +105,7 @@ def bench_adaptive(
             progress(f"{name} drafter, seed {number}, {sizes.steps} RL steps of {sizes.workers} workers")
             recipe = recipe_of(model, sizes, seed=number, policy=policy, drafter=trained_beside(head, sizes, kind))
             traces[name] = run_steps(recipe, out / f"{name}-{number}", sizes.steps, progress)
-        runs.append({"seed": number, **compared(traces["frozen"], traces["adaptive"])})
+        runs.append({"seed": number, **compared(traces["frozen"], traces["adaptive"], warmed_on)})
     return {
         "workers": sizes.workers,
         "steps": sizes.steps,
@@ -106,13 +116,16 @@ def bench_adaptive(
     }
 
 
-def compared(frozen: Trace, adaptive: Trace) -> dict[str, Any]:
-    """Drafts in the traces of two runs: `live` and `paired` drafts by RL step. RunError where nothing was drafted."""
+def compared(frozen: Trace, adaptive: Trace, seen: Collection[str]) -> dict[str, Any]:
+    """Drafts in the traces of two runs: `live` and `paired` drafts by RL step. RunError where nothing was drafted.
+
+    `seen`: prompts of the warm-up, which `paired` leaves out.
+    """
     live = {name: live_drafts(trace, DRAFTER) for name, trace in (("frozen", frozen), ("adaptive", adaptive))}
     for name, steps in live.items():
         if not steps:
             raise RunError(f"the learned drafter drafted nothing in the {name} run; its notes may say why")
-    pairs = annotated_drafts(adaptive)
+    pairs = annotated_drafts(adaptive, seen)
     paired = {"initial": [pair[0] for pair in pairs], "in_service": [pair[1] for pair in pairs]}
     return {
         part: {

@@ -62,7 +62,7 @@ class Attempt:
     """A training: it held the rollout of `rl_step` up by `delay_s`.
 
     `candidate` and `served` are the tokens per draft of what came of it and of what was in service, on the same
-    responses of the newest policy, which neither was trained on; None where there were none.
+    responses of the newest policy to held-out prompts; None while there were none.
     """
 
     rl_step: int
@@ -278,8 +278,9 @@ class ScheduleConfig(FrozenModel):
 
     `kind`: never, always, in every `every`-th RL step, when acceptance has dropped, or gated.
 
-    Gated, a drafter goes into service only if it is better than the one there on responses of the newest policy that
-    neither was trained on, and training pauses while it brings less than it takes (`worth_training`).
+    Gated, a drafter goes into service only if it is better than the one there on responses of the newest policy to
+    held-out prompts, an eighth of all, from which no trainer of the run learns. Training pauses while it brings less
+    than it takes (`worth_training`).
 
     Acceptance has dropped when the mean accepted length of the latest rollouts, weighted by drafts, is below 1 - `drop`
     times the best since the last training, by more than their noise. With 3,000 drafts a rollout and 4 % variation
@@ -336,9 +337,10 @@ class TrainingSchedule:
     def serves(self, attempt: Attempt) -> bool:
         """True if the drafter of a training goes into service: always, except that the gated kind judges it.
 
-        A drafter that was never trained is always replaced.
+        It waits while nothing measures it. A drafter that was never trained is replaced by any that was measured.
         """
-        return self.config.kind != "gated" or attempt.better or not (self.trainings or self.pretrained)
+        untrained = not (self.trainings or self.pretrained)
+        return self.config.kind != "gated" or attempt.better or (untrained and attempt.candidate is not None)
 
     def rollout_done(
         self, rl_step: int, accept_length: float | None, *, drafts: int, rollout_s: float = 0.0, tokens: int = 0

@@ -127,9 +127,11 @@ and term are a group. `t_start` is the order to train, `duration` lasts until th
 `setup_s` pauses to form the group, `train_s` completed updates, `wait_s` no data, `blocked_s` checkpoints, and
 `yield_s` from the order to stop until the device is free. `members` is the largest size of the group. `updates`
 counts the group's optimizer updates while the worker was in it, `checkpoints` those written meanwhile, `tokens` and
-`sequences` what this worker trained on, each time it did. At the end of the period: `loss`, and `accept` by draft
-position, the target's mean probability of the drafter's greedy token given that the ones before were kept. `ended` is
-one of `TRAINING_ENDS`; `detail` is an error or a remark.
+`sequences` what this worker trained on, each time it did. `loss` is the last update's, on the texts trained on.
+`accept`, at the end of a worker's last period of the RL step, is by draft position: the target's mean probability, at
+the rollout's temperature, of the drafter's greedy token given that the ones before were kept, on responses to prompts
+that are held out of training; null where none was measured. `ended` is one of `TRAINING_ENDS`; `detail` is an error or
+a remark.
 """
 
 Row = dict[str, Any]

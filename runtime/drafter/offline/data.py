@@ -25,7 +25,7 @@ from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, one_line
 from tltlab.runtime.data.prompts import rows_of_file
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
-from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.sequences import TrainingSequence, prompt_draw
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.recipe.drafter import TextConfig
@@ -209,9 +209,9 @@ def usable_texts(texts: Sequence[PromptedText], vocabulary: int, max_positions: 
 
 
 def split_by_prompt(
-    texts: Sequence[PromptedText], share: float, rng: np.random.Generator
+    texts: Sequence[PromptedText], share: float, seed: int
 ) -> tuple[list[PromptedText], list[PromptedText]]:
-    """Split texts into training and held-out ones, about `share` of the prompts and at least one, by prompt.
+    """Split texts into training and held-out ones, about `share` of the prompts and at least one, by `prompt_draw`.
 
     ConfigError for texts of fewer than two prompts.
     """
@@ -219,7 +219,7 @@ def split_by_prompt(
     if len(prompts) < 2:
         raise ConfigError("all texts have one prompt: some must be held out, so give texts of two prompts or more")
     num_heldout = min(max(1, round(share * len(prompts))), len(prompts) - 1)
-    of_heldout = {prompts[n] for n in rng.permutation(len(prompts))[:num_heldout]}
+    of_heldout = set(sorted(prompts, key=lambda prompt: prompt_draw(str(prompt), seed))[:num_heldout])
     sides: tuple[list[PromptedText], list[PromptedText]] = ([], [])
     for text in texts:
         sides[tuple(text.prompt_token_ids) in of_heldout].append(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +29,19 @@ class AcceptedDrafts:
         return 1.0 + sum(self.kept) / self.drafts
 
 
-def annotated_drafts(trace: Trace) -> list[tuple[AcceptedDrafts, AcceptedDrafts]]:
+def annotated_drafts(trace: Trace, seen: Collection[str] = ()) -> list[tuple[AcceptedDrafts, AcceptedDrafts]]:
     """Return drafts of the initial drafter and of the one in service, on the same responses, by RL step.
+
+    Of responses to prompts that neither has seen: those of earlier RL steps are left out, and `seen`, of its warm-up.
 
     From the rows of `acceptance`: the fewest and the most updates annotated of a response; RL steps in which the
     initial one was not annotated are left out. Drafts are those that an engine would verify one by one.
     """
-    rows = trace.acceptance
+    rows, workload = trace.acceptance, trace.workload
     if rows is None:
         return []
+    first = workload.groupby("prompt_id")["rl_step"].min()
+    rows = rows[(rows["rl_step"] == rows["prompt_id"].map(first)) & ~rows["prompt_id"].isin(seen)]
     pairs = []
     for step in sorted(set(rows["rl_step"].tolist())):
         of_step = rows[rows["rl_step"] == step]

@@ -137,7 +137,7 @@ def _texts(
         progress(f"{counted(len(texts), 'prompt')}, answered by the model at temperature {config.texts.temperature:g}")
         texts = generate_responses(model, texts, config.texts, seed=config.seed, progress=progress)
     texts = usable_texts(texts, shape.vocab_size, shape.max_position_embeddings)
-    trained, heldout = split_by_prompt(texts, config.heldout, np.random.default_rng([config.seed, 2]))
+    trained, heldout = split_by_prompt(texts, config.heldout, config.seed)
     progress(
         f"{len(trained)} responses of {sum(len(t.token_ids) for t in trained)} tokens to train on, "
         f"{len(heldout)} held out"

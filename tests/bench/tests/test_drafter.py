@@ -76,12 +76,16 @@ def test_first_and_newest_drafter_are_compared_where_verified():
         annotation(0, 0, [2, 1, 2, 0, 0, 0]),
         annotation(0, 3, [0, 2, 0, 0, 2, 0]),
         annotation(0, 5, [0, 2, 2, 2, 2, 0]),
+        annotation(1, 0, [1] * 6),
         annotation(1, 3, [1] * 6),
     ]
     # The first token comes with the prompt: the initial drafter is verified at 1, 3, 4, 5; the newest at 1, 4.
-    assert annotated_drafts(trace_of(acceptance=rows)) == [
+    # The prompt of RL step 1 is the first one's again.
+    trace = trace_of(acceptance=rows)
+    assert annotated_drafts(trace) == [
         (AcceptedDrafts(rl_step=0, drafts=4, kept=(1, 0)), AcceptedDrafts(rl_step=0, drafts=2, kept=(2, 2)))
     ]
+    assert annotated_drafts(trace, ["p"]) == []
 
 
 def test_ratios_use_rl_steps_of_both_runs():

@@ -51,14 +51,14 @@ def frozen():
     )
 
 
-def sequence(seed, rows=24, prompt=4, rl_step=0):
-    """A text of `rows` + 1 tokens sampled from the target, with its states."""
+def sequence(seed, rows=24, prompt=4, rl_step=0, temperature=1.0):
+    """A text of `rows` + 1 tokens sampled from the target at a temperature, with its states."""
     generator = torch.Generator().manual_seed(seed)
     lm_head = frozen().lm_head
     tokens, states = [int(torch.randint(VOCAB, (), generator=generator))], []
     for _ in range(rows):
         states.append(8.0 * lm_head[(tokens[-1] * 7 + 3) % VOCAB])
-        chances = torch.softmax(lm_head @ states[-1], -1)
+        chances = torch.softmax(lm_head @ states[-1] / temperature, -1)
         tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
     return TrainingSequence(
         key=(rl_step, f"p{seed}", 0, 0),

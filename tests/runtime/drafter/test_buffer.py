@@ -123,13 +123,13 @@ def test_a_buffer_from_a_file_draws_alike(dtype, tmp_path):
     generator = rng(3)
     buffer.sample(40, generator)
     path = tmp_path / "of" / "data.safetensors"
-    data = TrainerData(held=buffer.sequences(), heldout=[made(9, 5)], random_state=generator.bit_generator.state)
+    data = TrainerData(sequences=[*buffer.sequences(), made(9, 5)], random_state=generator.bit_generator.state)
     write_data(path, data)
     found = read_data(path)
-    other, theirs = filled(*found.held, rl_step=1, max_bytes=8 * 16 * ROW_BYTES), rng()
+    other, theirs = filled(*found.sequences[:-1], rl_step=1, max_bytes=8 * 16 * ROW_BYTES), rng()
     theirs.bit_generator.state = dict(found.random_state)
-    assert same(found.heldout[0], made(9, 5))
-    assert found.held[0].hidden.dtype == dtype
+    assert same(found.sequences[-1], made(9, 5))
+    assert found.sequences[0].hidden.dtype == dtype
     assert (other.nbytes, len(other)) == (buffer.nbytes, 8)
     for each in (buffer, other):
         each.begin(2)
@@ -142,7 +142,7 @@ def test_a_buffer_from_a_file_draws_alike(dtype, tmp_path):
 
 def test_damaged_files_and_full_disks_are_refused(tmp_path):
     path = tmp_path / "data-0.safetensors"
-    data = TrainerData(held=[made(0, 200)], heldout=[], random_state=rng().bit_generator.state)
+    data = TrainerData(sequences=[made(0, 200)], random_state=rng().bit_generator.state)
     write_data(path, data)
     path.write_bytes(path.read_bytes()[:-1])
     with refused(ConfigError, naming=("data-0",)):

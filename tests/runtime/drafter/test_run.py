@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -27,7 +28,7 @@ from tltlab.coordination.machine import (
     TrainerReady,
     WorkerIdle,
 )
-from tltlab.coordination.schedule import ScheduleConfig, TrainingSchedule
+from tltlab.coordination.schedule import Attempt, ScheduleConfig, TrainingSchedule
 from tltlab.errors import ConfigError
 from tltlab.files import write_file
 from tltlab.policies.policy import Policy
@@ -42,7 +43,8 @@ from tltlab.runtime.drafter.run import (
     drafter_of,
     machine_addresses,
 )
-from tltlab.runtime.drafter.worker import read_data
+from tltlab.runtime.drafter.training import UNKNOWN, Acceptance
+from tltlab.runtime.drafter.worker import TrainerReport, read_data
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.run.grpo import GrpoRun, train
@@ -262,6 +264,7 @@ def test_what_was_trained_goes_into_service_between_rollouts(story):
         assert same(own, weights), "trainers go on from another one"
     rows = story.rows["spot_training"]
     assert {row["worker"] for row in rows} == {1, 2}
+    assert [row["accept"] for row in rows if row["accept"]] == [predicted] * 2
     # Whoever runs out of requests first may train alone until the other one joins.
     assert {row["worker"] for row in rows if row["members"] == 2} == {1, 2}
     assert {row["drafter_age"] for row in story.rows["acceptance"]} >= {story.rl_step}
@@ -330,6 +333,27 @@ def test_a_gate_passes_only_a_better_drafter(story, monkeypatch):
     assert set(story.trainers(num_updates)) == {run.served.updates}
 
 
+def test_without_a_held_out_prompt_the_next_rl_steps_decide(tmp_path):
+    schedule = TrainingSchedule(ScheduleConfig(kind="gated"))
+    assert not schedule.serves(Attempt(rl_step=0)), "what nobody knows does not replace an untrained drafter"
+    schedule.pretrained = True
+    better, worse = (Acceptance(chances=[chance], rows=[10]) for chance in (0.6, 0.5))
+
+    def passes(rl_step, updates, candidate, served):
+        rows = [{"updates": updates, "yield_s": 0.5}]
+        events = RunEvents(tmp_path / "events.jsonl")
+        run = SimpleNamespace(schedule=schedule, events=events, _rows={"spot_training": rows})
+        report = TrainerReport(rows=[], failures=[], updates=9, candidate=candidate, served=served)
+        # The other worker has no held-out prompt.
+        found = DrafterRun._passes_gate(run, rl_step, [report, replace(report, candidate=UNKNOWN, served=UNKNOWN)])
+        return found, [(attempt.rl_step, attempt.candidate) for attempt in schedule.attempts]
+
+    assert passes(1, 9, UNKNOWN, UNKNOWN) == passes(2, 0, UNKNOWN, UNKNOWN) == (False, [(1, None)])
+    assert passes(3, 0, better, worse) == (True, [(1, 1.6)])
+    assert passes(4, 0, better, worse) == (False, [(1, 1.6)]), "it was judged, and not trained since"
+    assert (tmp_path / "events.jsonl").read_text().count("those of the next RL step decide") == 2
+
+
 def forget_served(trainer):
     zero(next(reversed(trainer._published.values()))[1])
 
@@ -357,7 +381,7 @@ def test_a_dying_trainer_costs_a_checkpoint_its_data(story, tmp_path):
     assert found >= {"data-1.safetensors", "drafter.safetensors", "drafter_training.safetensors"}
     assert not [name for name in found if "data-2" in name]
     data = read_data(saved / "data-1.safetensors")
-    assert [sequence.key for sequence in (*data.held, *data.heldout)] == had[1]
+    assert [sequence.key for sequence in data.sequences] == had[1]
     story.restarted(2, pid)
 
 
@@ -641,7 +665,7 @@ def assert_engines_draft_with(weights, run):
 
 def boast(trainer):
     """A prediction that no engine bears out, as when it drafts with a wrong embedding."""
-    trainer.training.predict = lambda sequences: [0.9] * 3
+    trainer.training.predict = lambda sequences: Acceptance(chances=[0.9] * 3, rows=[1] * 3)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ from tltlab.coordination.machine import (
 )
 from tltlab.runtime.drafter.feed import SequenceSender
 from tltlab.runtime.drafter.group import RendezvousServer
-from tltlab.runtime.drafter.worker import HELD_OUT, SpotTrainer, TrainerPlacement
+from tltlab.runtime.drafter.sequences import HELD_OUT, TrainingSequence, prompt_draw
+from tltlab.runtime.drafter.training import pooled
+from tltlab.runtime.drafter.worker import SpotTrainer, TrainerPlacement
 from tltlab.runtime.recipe.drafter import DrafterConfig, OptimConfig
 
 from ..small_models import until
@@ -159,7 +161,7 @@ def bench(tmp_path, sockets):
 
 
 def predicted(trainer):
-    return trainer.training.predict(trainer._heldout)
+    return pooled([trainer.training.predict(trainer._heldout)])
 
 
 def sequences(rl_step=0, number=24):
@@ -181,7 +183,7 @@ def test_an_idle_worker_trains_until_the_rollout_ends(bench):
     waited = bench.ends()
     report = trainer.report()
     (row,) = report.rows
-    assert (report.updates, report.predicted[:1]) == (row["updates"], predicted(trainer)[:1])
+    assert (report.updates, pooled([report.predicted])) == (row["updates"], predicted(trainer))
     assert trainer.report().rows == []
     assert (row["rl_step"], row["worker"], row["members"], row["ended"]) == (0, 1, 1, "stopped")
     assert row["updates"] == trainer.training.updates >= 30
@@ -254,14 +256,14 @@ def test_states_not_finite_end_the_period_only(bench):
     assert "not finite" in row["detail"]
     assert (row["updates"], trainer.training.updates, trainer.training.skipped) == (0, 0, 3)
     assert same(trainer.weights(), good)
-    assert trainer.report().predicted == [], "the run has nothing new to serve"
+    assert not trainer.report().predicted.rows, "the run has nothing new to serve"
     bench.ends()
     bench.begin(1)
     bench.begin(2)
     bench.teach(1, sequences(2))
     bench.trains(1, 4)
     bench.ends()
-    assert math.isfinite(trainer.report().predicted[0])
+    assert math.isfinite(trainer.report().predicted.chances[0])
 
 
 def test_a_group_starts_from_its_furthest_member(bench):
@@ -284,9 +286,46 @@ def test_a_group_starts_from_its_furthest_member(bench):
     assert rows[1]["updates"] == old.training.updates - before
 
 
-def test_every_eighth_response_is_held_out(bench):
-    trainer = bench.taught(some=sequences(number=2 * HELD_OUT))
-    assert len(trainer.buffer) == 2 * HELD_OUT - 2
+def test_what_is_trained_on_anywhere_judges_nowhere(bench):
+    """Samples of a prompt go to several workers, in any order, and come again in later RL steps."""
+    trainers = [bench.add(worker) for worker in (1, 2)]
+    for rl_step in range(3):
+        some = [replace(text.sequence(n), key=(rl_step, f"p{n}", m, 0)) for n in range(64) for m in range(2)]
+        for trainer, share in zip(trainers, (some, reversed(some)), strict=True):
+            for each in share:
+                trainer._on_sequence(each)
+    trained = {each.key[1] for trainer in trainers for each in trainer.buffer.sequences()}
+    judging = {each.key[1] for trainer in trainers for each in trainer._heldout}
+    assert not trained & judging
+    assert len(trained | judging) == 64
+    assert 4 <= len(judging) <= 14
+
+
+def noise(prompt, sample=0):
+    """A response whose tokens and states say nothing of other prompts', and all of their own prompt's samples."""
+    generator = torch.Generator().manual_seed(int(prompt[1:]))
+    tokens = torch.randint(text.VOCAB, (26,), generator=generator)
+    states = 8.0 * text.frozen().lm_head[tokens[1:]]
+    return TrainingSequence(key=(0, prompt, sample, 0), token_ids=tokens, hidden=states, prompt_tokens=4)
+
+
+def test_training_on_noise_shows_no_gain(bench):
+    trainer, prompts = bench.add(1), [f"p{n}" for n in range(400)]
+    judging = [prompt for prompt in prompts if prompt_draw(prompt, 0) < HELD_OUT][:32]
+    trained = [prompt for prompt in prompts[:9] if prompt not in judging]
+    for prompt in [*trained * 4, *judging]:
+        trainer._on_sequence(noise(prompt, len(trainer._keys)))
+    for _ in range(80):
+        trainer.training.update(trainer.buffer.sample(200, trainer.rng))
+    report = trainer.report(compare=True)
+    assert report.candidate.rows == report.served.rows == [704]
+    # Each of the rows is kept with a chance of 1 / 24: three standard errors of a difference.
+    assert abs(report.candidate.chances[0] - report.served.chances[0]) < 3 * (2 / 24 / 704) ** 0.5
+    assert trainer.training.predict(list(map(noise, trained))).chances[0] > 0.5, "what it has seen is no judge"
+
+
+def test_drafters_of_several_ages_are_annotated(bench):
+    trainer = bench.taught(some=sequences())
     for rl_step in (4, 5, 6):
         trainer.publish(None, rl_step)
     rows = trainer.annotate()
@@ -319,7 +358,7 @@ def test_a_cached_prompts_states_come_from_a_sibling(bench):
 
 
 def test_what_is_kept_beside_the_buffer_is_bounded(bench):
-    some = [text.sequence(n, rows=24, prompt=10) for n in range(6 * HELD_OUT)]
+    some = [text.sequence(n, rows=24, prompt=10) for n in range(48)]
     most = 3 * some[0].nbytes
     config = CONFIG.model_copy(update={"buffer": CONFIG.buffer.model_copy(update={"max_bytes": 8 * most})})
     trainer = bench.taught(config, some=some)

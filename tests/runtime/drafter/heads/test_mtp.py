@@ -121,7 +121,7 @@ def test_vllm_drafts_with_it_what_is_foretold(tmp_path):
         training = HeadTraining(head, frozen, LossConfig(kind="mtp"), OptimConfig(lr=3e-3, warmup=1))
         for _ in range(40):
             training.update(found)
-        engine.update_draft_weights(training.head.serving_weights().items(), training.predict(found))
+        engine.update_draft_weights(training.head.serving_weights().items(), training.predict(found).chances)
         assert kept(engine) > untaught + 20
         # The target's weights go and come again, and with them the embedding and LM head that the layer shares.
         engine.capture(None)
