@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, count, product
@@ -30,9 +29,6 @@ CHAIN = Strategy.chain("ngram", 3)
 SHORT = Strategy.chain("ngram", 1)
 BOTH = (NO_SPECULATION, CHAIN)
 CLOSE = 1 + 1e-9
-
-Gain = Callable[[int, float, Strategy], float]
-"""Tokens that an iteration gives: (request, tokens generated, strategy)."""
 
 
 @dataclass(frozen=True)
