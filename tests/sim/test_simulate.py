@@ -161,15 +161,6 @@ def test_tables_may_be_in_any_order(rl_steps):
     assert mixed.trace.outcomes.equals(in_order.trace.outcomes)
 
 
-def test_the_same_seed_writes_the_same_bytes(tmp_path):
-    written, how = [], {"acceptance": "geometric:0.6", "mode": "sampled", "seed": 3, "record_iterations": True}
-    for name in ("a", "b"):
-        folder = simulate(TRACE, "beg-mab", costs=COSTS, **how).trace.write(tmp_path / name)
-        written.append({file.name: file.read_bytes() for file in folder.iterdir()})
-    assert written[0] == written[1]
-    assert "iterations.parquet" in written[0]
-
-
 def test_a_recorded_trace_and_its_simulation_calibrate_alike():
     result = simulate(TRACE, "beg-mab", costs=COSTS, acceptance="geometric:0.7", mode="sampled", record_iterations=True)
     found = calibrate(result.trace)
