@@ -6,9 +6,9 @@ if __name__ == "runtime":
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .engine.vllm.options import serve_arguments, vllm_options
+    from .engine.vllm.options import vllm_options
 
-__all__ = ["serve_arguments", "vllm_options"]
+__all__ = ["vllm_options"]
 
 
 def __getattr__(name: str) -> Any:

@@ -103,8 +103,7 @@ def run_audit(
 ) -> dict[str, Any]:
     """Run the audit and return the report; ConfigError for engines that cannot be audited.
 
-    `drafters` restricts the default cases to some of them; a `policy`, or a speculative_config among `vllm_args`,
-    replaces them.
+    `drafters` restricts the default cases to some of them; a `policy` replaces them.
     """
     started = time.perf_counter()
     if without_fix and not on_cpu():
@@ -113,14 +112,10 @@ def run_audit(
     args = settings(vllm_args if policy is None else {"max_num_seqs": 32, **vllm_args})
     with tempfile.TemporaryDirectory() as folder:
         models = make_tiny_models(Path(folder))
-        if drafters and (policy is not None or "speculative_config" in args):
-            raise ConfigError("--drafter picks from the default cases, which --policy and speculative_config replace")
-        if "speculative_config" in args:
-            args["speculative_config"] = with_model(args["speculative_config"], models)
+        if drafters and policy is not None:
+            raise ConfigError("--drafter picks from the default cases, which --policy replaces")
         if policy is not None:
             plans = [policy_plan(policy, models, args)]
-        elif "speculative_config" in args:
-            plans = [vllm_plan(args, models)]
         else:
             plans = default_plans(drafters, models, args, fast=fast)
         num_cases = sum(len(plan.cases) for plan in plans)
@@ -191,31 +186,8 @@ def policy_plan(source: str, models: TinyModels, args: Mapping[str, Any]) -> Eng
     """Return the plan of an engine under a policy, which chooses drafter and depth itself."""
     policy = load_policy(source)
     depth = max((strategy.draft_depth for strategy in policy.strategies), default=0) or MAX_DEPTH
-    pairs = [(case, policy) for case in given_cases(Path(source).stem, None)]
+    pairs = [(case, policy) for case in policy_cases(Path(source).stem)]
     return EnginePlan(cases=pairs, drafters=tiny_drafters(policy, models), max_depth=depth, vllm_args=args)
-
-
-def vllm_plan(args: Mapping[str, Any], models: TinyModels) -> EnginePlan:
-    """Return the plan of an engine with a speculative_config of the user's own, whose method drafts in each case."""
-    method, depth = (args["speculative_config"][name] for name in ("method", "num_speculative_tokens"))
-    drafting = AuditedDrafter(name="learned", method="draft_model")
-    pairs = [(case, policy_of(case, drafting, args["max_num_seqs"])) for case in given_cases(f"vllm {method}", depth)]
-    return EnginePlan(cases=pairs, drafters=drafting.specs(models), max_depth=depth, vllm_args=args)
-
-
-def with_model(config: Mapping[str, Any], models: TinyModels) -> dict[str, Any]:
-    """Return a speculative_config with a model that drafts for the audit's target, where its method needs one."""
-    method, depth = config.get("method"), config.get("num_speculative_tokens")
-    if not isinstance(method, str) or type(depth) is not int or depth < 1:
-        raise ConfigError(f"--vllm speculative_config needs method and num_speculative_tokens, got {dict(config)}")
-    if "model" in config:
-        raise ConfigError(
-            f"--vllm speculative_config names the model {config['model']!r}, but the audit's target has five tokens "
-            "and no other model drafts for it: leave model out, and eagle, eagle3 and draft_model get the audit's own"
-        )
-    if method not in ("eagle", "eagle3", "draft_model"):
-        return dict(config)
-    return {**config, "model": str(getattr(models, method))}
 
 
 def audit_text(report: Mapping[str, Any]) -> str:
@@ -409,11 +381,10 @@ def cases(drafters: Sequence[str], *, fast: bool) -> list[AuditCase]:
     return sorted(sampled + likeliest, key=lambda case: list(DRAFTERS).index(case.drafter))
 
 
-def given_cases(drafter: str, depth: int | None) -> list[AuditCase]:
-    """Return cases for given drafting, each other value once; a policy, for which depth is None, varies it itself."""
-    by_the_policy = ("budgets", "switching") if depth is None else ()
-    sampled = [case for case in _cases([drafter], [depth or 0], 1) if case.composition not in by_the_policy]
-    return [*sampled, greedy(drafter, depth or 0)]
+def policy_cases(name: str) -> list[AuditCase]:
+    """Return cases of a policy, which varies drafter and depth itself: each other value once."""
+    by_the_policy = ("budgets", "switching")
+    return [*(case for case in _cases([name], [0], 1) if case.composition not in by_the_policy), greedy(name, 0)]
 
 
 def _cases(drafters: Sequence[str], depths: Sequence[int], strength: int) -> list[AuditCase]:

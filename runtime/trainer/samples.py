@@ -207,7 +207,8 @@ def check(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: i
     same = f"all {len(samples)} rewards are {min(rewards):g}" if len(rewards) == 1 else "rewards of a prompt are equal"
     if not bool(values.counted.any()):
         same = f"all {len(samples)} responses are truncated, and filtered out by train.overlong"
-    moves = "train.kl_coef alone moves the weights" if bool(values.trained.any()) else "the weights stay as they are"
+    others = " and ".join(f"train.{name}" for name in ("kl_coef", "entropy_coef") if getattr(config, name))
+    moves = f"{others} alone moves the weights" if bool(values.trained.any()) else "the weights stay as they are"
     return f"{same}: no response that counts has an advantage, and {moves}"
 
 

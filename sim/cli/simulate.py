@@ -46,10 +46,6 @@ def simulate(
     strategy: Annotated[
         str | None, typer.Option(help="One strategy throughout, ngram:4 or D,K,V as 4,1,5; replaces --policy.")
     ] = None,
-    drafter: Annotated[
-        str | None,
-        typer.Option(help="Drafter of --strategy. [default: the acceptance's, else learned on GPU costs, else ngram]"),
-    ] = None,
     sd_threshold: Annotated[
         int | None, typer.Option(help="Speculate only while at most this many requests run on the worker.")
     ] = None,
@@ -106,20 +102,17 @@ def simulate(
     priced = None if others is None else load_stages(others)
     speed_up: dict[str, float | None] | None = None
     if system is not None:
-        if policy != "none" or any(option is not None for option in (strategy, drafter, sd_threshold)):
-            raise ConfigError(
-                "--system brings its own policy: leave out --policy, --strategy, --drafter, --sd-threshold"
-            )
+        if policy != "none" or strategy is not None or sd_threshold is not None:
+            raise ConfigError("--system brings its own policy: leave out --policy, --strategy, --sd-threshold")
         if topology is not None or max_staleness:
             raise ConfigError("--system brings its own topology: leave out --topology and --max-staleness")
         if staleness:
             raise ConfigError("--system sets what its RL steps begin: leave out --staleness")
         cell = cell_named(system, Scenarios(source, config), priced, gpus_per_worker)
     else:
-        if strategy is not None and drafter is None:
-            drafter = default_drafter(config.find_acceptance(source)[0], config.costs)
+        drafter = "" if strategy is None else default_drafter(config.find_acceptance(source)[0], config.costs)
         with code_allowed(allow_code or ()):
-            chosen = choose_policy(policy, strategy, sd_threshold, drafter or "")
+            chosen = choose_policy(policy, strategy, sd_threshold, drafter)
         scenario = Scenario.of(source, config)
         gpus = gpus_per_worker or scenario.costs.tensor_parallel
         placed = load_topology(topology or "colocated", gpus_per_worker=gpus, max_staleness=max_staleness)
@@ -148,7 +141,7 @@ def simulate(
 
 
 def default_drafter(model: Acceptance | None, costs: CostModel | type[CostModel] | Source | None) -> str:
-    """The drafter that `--strategy` leaves open: drafts of a learned one cost time, those of n-grams do not."""
+    """The drafter that `--strategy D,K,V` leaves open: drafts of a learned one cost time, those of n-grams do not."""
     if model is not None and model.trained_drafter is not None:
         return model.trained_drafter
     if model is not None and len(model.drafters) == 1:

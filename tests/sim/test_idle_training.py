@@ -38,14 +38,6 @@ def held_s(result, end_s):
     return sum(min(s.end_s, end_s) - s.start_s for s in result.spans if s.kind == "spot_train")
 
 
-def test_one_idle_worker_trains_until_the_rollout_ends():
-    result = rollout(SimulatedSpotTrainer(changed(checkpoint_every=None)), [10.0, 60.0])
-    assert result.trained.updates == (60 - 10 - 5) * 4 // 8
-    assert result.trained.tokens == 22 * 800
-    assert (result.idle_worker_s, held_s(result, 60.0), result.trained_worker_s) == (50.0, 50.0, 45.0)
-    assert result.release_delay_s == 0.0
-
-
 def test_training_and_its_last_checkpoint_have_own_lanes():
     result = rollout(SimulatedSpotTrainer(SIMPLE), [10.0, 20.0, 60.0])
     spans = [(s.lane, s.kind, s.start_s, s.end_s) for s in result.spans]

@@ -17,7 +17,7 @@ from tltlab.planning.composition import Admission, EarlierEpoch
 from tltlab.policies.policy import Activation, Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import FixedSpec
-from tltlab.sim import Scenario, SimulationConfig, simulate
+from tltlab.sim import simulate
 from tltlab.sim.cli.simulate import simulate as command
 from tltlab.sim.engine import record
 from tltlab.sim.engine.requests import Requests
@@ -159,15 +159,6 @@ def test_tables_may_be_in_any_order(rl_steps):
     in_order = simulate(TRACE, "none", costs=COSTS, rl_steps=rl_steps)
     assert mixed.summary["makespan_s_per_step"] == in_order.summary["makespan_s_per_step"]
     assert mixed.trace.outcomes.equals(in_order.trace.outcomes)
-
-
-def test_the_same_seed_writes_the_same_bytes(tmp_path):
-    written, how = [], {"acceptance": "geometric:0.6", "mode": "sampled", "seed": 3, "record_iterations": True}
-    for name in ("a", "b"):
-        folder = simulate(TRACE, "beg-mab", costs=COSTS, **how).trace.write(tmp_path / name)
-        written.append({file.name: file.read_bytes() for file in folder.iterdir()})
-    assert written[0] == written[1]
-    assert "iterations.parquet" in written[0]
 
 
 def test_a_recorded_trace_and_its_simulation_calibrate_alike():
@@ -493,11 +484,3 @@ def test_what_no_drafter_of_run_drafts_is_refused(ask, naming):
 def test_costs_of_nothing_have_no_regret():
     summary = simulate(lengths(10), "none", costs=FREE).summary
     assert (summary["makespan_s"], summary["lower_bound_s"], summary["regret"]) == (0.0, 0.0, None)
-
-
-def test_settings_travel_whole_or_one_by_one():
-    config = SimulationConfig(costs=COSTS, acceptance="geometric:0.7", mode="sampled", seed=3, rl_steps=[1])
-    whole = simulate(TRACE, fixed(), config)
-    single = simulate(TRACE, fixed(), costs=COSTS, acceptance="geometric:0.7", mode="sampled", seed=3, rl_steps=[1])
-    assert whole.trace.outcomes.equals(single.trace.outcomes)
-    assert [step.rl_step for step in Scenario.of(TRACE, config, rl_steps=[0, 1]).steps] == [0, 1]

@@ -326,22 +326,6 @@ def engine_settings(speculative: Mapping[str, Any] | None, graphs: GraphPlan | N
     return {} if speculative is None else {"speculative_config": dict(speculative)}
 
 
-def serve_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Return the options as arguments of `vllm serve`.
-
-    >>> serve_arguments({"async_scheduling": False, "speculative_config": {"method": "ngram"}})
-    ['--no-async-scheduling', '--speculative-config', '{"method": "ngram"}']
-    """
-    arguments: list[str] = []
-    for name, value in options.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            arguments.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            arguments += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
-    return arguments
-
-
 def scheduler_cls(overlapped: bool | None) -> str:
     """Return the scheduler's name, as vLLM takes it; for None that of a function that picks the one which fits."""
     name = {None: "policy_scheduler", False: "PolicyScheduler", True: "AsyncPolicyScheduler"}[overlapped]

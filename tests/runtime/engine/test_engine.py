@@ -1,18 +1,13 @@
 """A real vLLM engine under a policy: what it says is the target's, what it drafts is the policy's."""
 
-from collections import Counter
 from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
-from torch.overrides import TorchFunctionMode
 
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableRow, TableSpec
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
-from tltlab.runtime.audit.run import cells_check
-from tltlab.runtime.engine.vllm.sampling import unfixed_sampling
 from tltlab.runtime.ray.scratch import scratch_folder
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -34,36 +29,6 @@ def generate(engine, num, tokens, rl_step=0, temperature=TEMPERATURE):
 @pytest.fixture(scope="module")
 def exact(random_model):
     return ExactModel(random_model)
-
-
-def p_value(engine, exact, rounds):
-    """Of the test that a response's first two tokens follow their exact joint distribution; and tokens drafted."""
-    engine.set_policy(fixed("ngram"))
-    pairs = Counter()
-    drafted = 0
-    for rl_step in range(rounds):
-        # The last token before the cap is never drafted: the third lets the second be.
-        rollout = generate(engine, 512, 3, rl_step)
-        pairs.update(tuple(r.token_ids[:2]) for r in rollout.responses)
-        drafted += sum(row["num_drafted"] for row in rollout.iterations.to_pylist())
-    return cells_check(pairs, exact.joint(PROMPT, SAMPLING, 2)).p_value, drafted
-
-
-class Unwritten(TorchFunctionMode):
-    """Within, memory that nobody has written holds fives."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        return made.fill_(5.0) if func == torch.Tensor.new_empty and made.is_floating_point() else made
-
-
-def test_speculative_tokens_follow_the_target(roomy, exact):
-    chance, drafted = p_value(roomy, exact, 6)
-    assert drafted > 1000, "the test needs drafts to verify"
-    assert chance > 1e-5
-    with unfixed_sampling(), Unwritten():
-        broken, _ = p_value(roomy, exact, 1)
-    assert broken < 1e-9, "the stock build samples right now: drop the mend"
 
 
 def test_durations_and_counts_add_up(roomy, monkeypatch):

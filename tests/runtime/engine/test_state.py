@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import time
 
 import pytest
 
@@ -10,12 +9,11 @@ from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import BegMabSpec, Bucket, ExploreSpec
-from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import PolicyFailed
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .asking import fixed, request, running
+from .asking import fixed, request
 
 SUFFIX = fixed("suffix")
 ARMS = (Strategy.chain("suffix", 4), Strategy.chain("ngram", 2), NO_SPECULATION)
@@ -158,39 +156,3 @@ def test_a_replay_that_does_not_fit_states_where(engines):
             generate(second, 0)
     second.set_policy(None)
     assert [len(response.token_ids) for response in generate(second, 0).responses]
-
-
-def test_suffix_drafts_after_load_follow_from_state_alone():
-    """Responses that grew side by side and one by one: live trees order ties otherwise, loaded ones do not."""
-    strategy = Strategy.chain("suffix", 4)
-    pools = [DrafterPool(None, 4) for _ in range(3)]
-    for pool in pools:
-        pool.use([strategy])
-        pool.begin(0)
-    keys = [(0, "p", n, 0) for n in range(4)]
-    responses = [[7, 8, 9 + n, 10 + n, 7, 8, 12 - n] for n in range(4)]
-    outputs = [[] for _ in keys]
-    lives = [running(key, [1, 2], output) for key, output in zip(keys, outputs, strict=True)]
-    for live in lives:
-        pools[0].open(live)
-    for position in range(7):
-        for output, response in zip(outputs, responses, strict=True):
-            output.append(response[position])
-        pools[0].feed(strategy, position, time.perf_counter, lives)
-    for live in lives:
-        pools[0].close(live)
-    state = pools[0].state_dict()
-    drafts = []
-    for pool in pools:
-        pool.load_state_dict(json.loads(json.dumps(state)))
-        assert json.loads(json.dumps(pool.state_dict())) == json.loads(json.dumps(state))
-        found = []
-        for n, start in enumerate(([7], [8], [7, 8], [8, 9], [10, 7], [12, 7, 8])):
-            live = running((1, "p", 10 + n, 0), [1, 2], start)
-            pool.open(live)
-            pool.feed(strategy, 7 + n, time.perf_counter, [live])
-            found += pool.propose(strategy, [(live.key, 4)], [[]])[1]
-            pool.close(live)
-        drafts.append(found)
-    assert drafts[0] == drafts[1] == drafts[2]
-    assert any(drafts[0])

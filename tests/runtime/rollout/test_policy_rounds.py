@@ -118,9 +118,7 @@ def test_the_command_states_how_each_policy_was_predicted(session):
         # Of milliseconds on a shared machine: how large it is belongs to an experiment.
         assert -1 < row["error"] < math.inf
     assert {"median_error", "worst_error", "repeat_spread", "num_pairs", "kendall_tau"} <= set(found)
-    assert found["goal"]["kendall_tau"] == 0.9
-    assert not found["met"]
-    assert any("num_pairs" in clause for clause in found["missed"])
+    assert found["met"] == (found["median_error"] <= found["goal"])
     assert {"tltlab", "torch", "ray"} <= set(found["versions"])
 
 
@@ -149,8 +147,7 @@ def test_what_rollouts_come_to_is_arithmetic():
     assert found.median_error == pytest.approx(0.1)
     assert found.rows["error_at_speed"].tolist() == pytest.approx([-0.01] * 3)
     assert (found.num_pairs, found.kendall_tau, found.goal) == (3, 1.0, 0.08)
-    assert len(found.missed) == 2
-    assert "0.1, goal 0.08" in found.text()
+    assert "goal 8.0%: MISSED" in found.text()
 
 
 def test_one_round_has_no_intervals_and_reports_it():

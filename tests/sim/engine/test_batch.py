@@ -3,10 +3,8 @@
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tltlab.acceptance.base import ConstantAcceptance, GeometricAcceptance
+from tltlab.acceptance.base import ConstantAcceptance
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.sim.engine.batch import Batch, Expected, FluidBatch
 from tltlab.sim.engine.by_request import Drawn, Rates, Replayed
@@ -14,7 +12,7 @@ from tltlab.sim.engine.regime import Regimes
 from tltlab.state import recent_acceptance
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from ..workloads import COSTS, HALF, requests_of
+from ..workloads import COSTS, requests_of
 
 DEEP, SHALLOW = Strategy.chain("ngram", 4), Strategy.chain("ngram", 1)
 TWO_KEPT = ConstantAcceptance(tokens=3.0)
@@ -74,45 +72,3 @@ def test_drafts_known_one_by_one_are_averaged_so():
         recent = recent_acceptance(recent, accepted)
     assert len(set(kept)) > 2
     assert batch.drafts(0) == pytest.approx((recent, 9 * 4, sum(kept)))
-
-
-STEPS = st.one_of(
-    st.just("admit"),
-    st.just("preempt"),
-    st.tuples(st.integers(0, 2), st.sampled_from([1, 2, 7, INF]), st.sampled_from([0.0, 9.0, 200.0, INF])),
-)
-
-
-@HALF
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.floats(0, 1), st.lists(STEPS, max_size=20))
-def test_a_single_clock_is_the_general_batch(lengths, alpha, steps):
-    requests = requests_of(lengths)
-    regimes = Regimes((NO_SPECULATION, DEEP, SHALLOW), COSTS, GeometricAcceptance(alpha=alpha))
-    batches = FluidBatch(requests), Batch(requests, Expected())
-    queue = [(n, 0.0) for n in range(len(lengths))]
-    for step in ["admit", *steps]:
-        if step == "admit" and queue:
-            for batch in batches:
-                batch.admit(queue[0])
-            del queue[0]
-        elif step == "preempt" and len(batches[0]):
-            (request, generated), (other, theirs) = (batch.preempt() for batch in batches)
-            assert (request, generated) == (other, pytest.approx(theirs, abs=1e-9))
-            queue.append((request, generated))
-        elif not isinstance(step, str) and len(batches[0]):
-            strategy, limit, room_tokens = step
-            regime = regimes.at(regimes.strategies[strategy], len(batches[0]))
-            one, other = (batch.advance(regime, limit, room_tokens) for batch in batches)
-            assert (one.num_iterations, sorted(one.finished)) == (other.num_iterations, sorted(other.finished))
-            assert (one.seconds, one.first_s, one.tokens) == pytest.approx(
-                (other.seconds, other.first_s, other.tokens), rel=1e-9
-            )
-        one, other = batches
-        assert list(one.running) == list(other.running)
-        assert one.peak_kv_tokens == other.peak_kv_tokens
-        assert one.context_tokens == pytest.approx(other.context_tokens, rel=1e-9)
-        for request in one.running:
-            assert one.generated(request) == pytest.approx(other.generated(request), rel=1e-9, abs=1e-9)
-            (recent, *sums), (their_recent, *their_sums) = one.drafts(request), other.drafts(request)
-            assert recent == (their_recent and pytest.approx(their_recent, rel=1e-9, abs=1e-9))
-            assert sums == pytest.approx(their_sums, rel=1e-9, abs=1e-9)

@@ -234,17 +234,6 @@ def test_a_budget_sees_what_was_accepted_lately():
     assert 0 < first < 5
 
 
-def test_drafts_by_acceptance_yield_more():
-    chain = Strategy("ngram", 8, 1, 4)
-    model = CURVES.model_copy(update={"spread": 1.5, "drift": 0.0})
-
-    def first_hundred(budget):
-        batch = running(Rates(model=model, costs=COSTS, budgets=[budget]), [8000] * 24)
-        return sum(batch.advance(nominal(chain).at(chain, 24), 10, np.inf).tokens for _ in range(10))
-
-    assert first_hundred(AcceptanceBudget()) > 1.05 * first_hundred(UniformBudget())
-
-
 @pytest.mark.parametrize("tokens", [(1,), (1, 9), (-1, 2)])
 def test_a_budget_that_breaks_its_contract_is_refused(tokens):
     batch = running(Rates(model=CURVES, costs=COSTS, budgets=[Noting(*tokens)]), [50, 50])

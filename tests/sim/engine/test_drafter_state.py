@@ -5,14 +5,13 @@ import json
 import pytest
 
 from bench.simulator import COSTS
-from tests.fakes.curves import CurveAcceptance
 from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
-from tltlab.policies.policy import AcceptanceBudgetSpec, Policy
+from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import simulate
 from tltlab.sim.config import load_spot_training
@@ -59,24 +58,6 @@ def test_a_policy_sees_how_fresh_its_drafter_is():
     simulate(TRACE, policy, costs=COSTS, acceptance="geometric:0.5", decision_block=50)
     ages = [state.drafters["learned"].age for selector in policy.built for state in selector.states]
     assert list(dict.fromkeys(ages)) == [0, 1, 2]
-
-
-def test_per_request_acceptance_spreads_finishes():
-    model = CurveAcceptance(names=("learned",), keep_logits=(0.8,), spread=1.5)
-    same = TRACE.replace(outcomes=TRACE.outcomes.assign(response_tokens=300, finish_reason="stop"))
-    result = simulate(same, POLICY, costs=COSTS, acceptance=model)
-    assert len(set(result.rollouts[0].finish_s.round(9))) > len(result.rollouts[0].finish_s) / 2
-    assert result.summary["regret"] > 0
-
-
-def test_policy_file_may_share_drafts_out_by_acceptance():
-    shared = POLICY.model_copy(update={"budget": AcceptanceBudgetSpec(max_draft_tokens=8)})
-    result = simulate(TRACE, shared, costs=COSTS, acceptance="geometric:0.7")
-    plain = simulate(TRACE, POLICY, costs=COSTS, acceptance="geometric:0.7")
-    assert result.makespan_s != plain.makespan_s
-    assert result.summary["lower_bound_s"] is None
-    assert result.summary["regret"] is None
-    assert plain.summary["regret"] > 0
 
 
 def test_spot_training_comes_from_file_or_by_name(tmp_path):

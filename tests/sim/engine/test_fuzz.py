@@ -266,17 +266,3 @@ def test_three_ways_to_simulate_plain_decoding_agree(lengths, workers):
     expected = pytest.approx(scenario.rollouts(load_policy("none"))[0].makespan_s, rel=1e-9)
     assert per_iteration_makespan_s(step, queues, COSTS) == expected
     assert closed_form_makespan_s(step, queues, COSTS) == expected
-
-
-def test_a_switch_into_speculation_is_paid_once():
-    trace = of_lengths([10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120], workers=1)
-    slow = COSTS.model_copy(update={"switch_s": 3.0})
-    how = {"acceptance": "geometric:0.6", "record_iterations": True}
-    quick, paid = (simulate(trace, TABLE, costs=c, **how) for c in (COSTS, slow))
-    iterations = paid.trace.iterations
-    before = int((iterations["drafter"] != "none").argmax())
-    # Until then no drafter is loaded, and plain decoding pays nothing for one.
-    assert 0 < before < len(iterations)
-    assert paid.makespan_s == pytest.approx(quick.makespan_s + 3.0 - before * COSTS.need("sd_idle_s"))
-    spans = paid.trace.spans
-    assert spans.loc[spans["kind"] == "switch", "duration"].tolist() == [3.0]

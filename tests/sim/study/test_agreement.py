@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bench.simulator import COSTS, example_bandit
 from tests.refused import refused
 from tltlab import ConfigError, Strategy, compare, load_policy, read, simulate, tune, what_if
-from tltlab.acceptance.load import DEFAULTS, WITH_EPOCHS
+from tltlab.acceptance.load import DEFAULTS
 from tltlab.policies.policy import Activation, Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim.placement import EXPECTED
@@ -138,26 +138,6 @@ def test_regret_does_not_depend_on_the_rows_beside():
     # A chain that the acceptance does not name by itself counts for its own row alone.
     systems = compare(trace, systems="verl,vllm-dynamic", **asked).set_index("system")["regret"]
     assert systems["verl"] == together["none"]["regret"]
-
-
-def test_acceptance_of_one_drafter_keeps_the_others_defaults():
-    # Prompts of this trace come again in every RL step.
-    whole = ",".join(f"{name}={text}" for name, text in (DEFAULTS | WITH_EPOCHS).items())
-    given = ("learned=geometric:0.7", whole, "default", {"learned": "geometric:0.7"})
-    compared, answered, tuned = [], [], []
-    for acceptance in given:
-        rows = compare(FRAME, "none,adaptive,ngram:2", acceptance=acceptance, **GPUS)
-        compared.append(rows[["policy", "makespan_s", "regret", "step_s"]].to_dict("records"))
-        found = what_if(FRAME, acceptance=acceptance, systems="verl", **GPUS)
-        answered.append([(answer.drafter, answer.policy, answer.rollout) for answer in found.answers])
-        result = tune(FRAME, acceptance=acceptance, depths=(2, 4), **QUICK, **GPUS)
-        tuned.append((result.searched, [(row.name, row.makespan_s, row.regret) for row in result.candidates]))
-        row = rows_of(rows)["ngram:2"]
-        assert ("default" in row["acceptance"]["ngram"]) == (acceptance is not whole)
-        alone = simulate(FRAME, "ngram:2", acceptance=acceptance, **GPUS)
-        assert row["makespan_s"] == pytest.approx(alone.makespan_s, **SAME)
-    for same in (compared, answered, tuned):
-        assert same == [same[0]] * len(given)
 
 
 @pytest.mark.parametrize(

@@ -90,22 +90,10 @@ def test_a_comparison_is_its_simulations_in_pairs():
     assert found.loc["table 0", "ratio_high"] < 1.0
 
 
-def test_each_point_is_what_simulate_gives():
-    found = compare(FRAME, "ngram:4", **GRID)
-    assert found["policy"].tolist() == ["none", "ngram:4"] * 4
-    assert found.attrs["axes"] == {"workers": [1, 2], "acceptance": ["0.5", "0.8"]}
-    for row in found.to_dict("records"):
-        settings = {"costs": "cpu-small", "workers": row["workers"], "acceptance": f"geometric:{row['acceptance']}"}
-        own, plain = (simulate(FRAME, policy, **settings) for policy in (row["policy"], "none"))
-        assert row["makespan_s"] == own.makespan_s
-        assert row["regret"] == pytest.approx(own.summary["regret"], rel=1e-12)
-        assert row["speed_up"] == pytest.approx(plain.makespan_s / own.makespan_s, rel=1e-12)
-        assert row["speed_up_low"] <= row["speed_up"] <= row["speed_up_high"]
-
-
 def test_caps_and_gpus_are_axes():
     found = compare(FRAME, "none", max_response_tokens=[100, 50], gpus=["2xH100"], acceptance="0.7")
     machine = Deployment.of("2xH100", "Qwen2.5-7B", tokens=200)
+    assert found.attrs["axes"] == {"gpus": ["2xH100"], "max_response_tokens": [100, 50]}
     for row in found.to_dict("records"):
         cap = row["max_response_tokens"]
         expected = simulate(FRAME, costs=machine.costs, workers=machine.workers, max_response_tokens=cap)

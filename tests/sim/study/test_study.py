@@ -13,15 +13,10 @@ import pytest
 from tests.refused import refused
 from tltlab import ConfigError, compare, load_policy, simulate
 from tltlab.errors import InputError
-from tltlab.importers.sources import read
-from tltlab.planning.systems import find_systems
-from tltlab.sim.config import SimulationConfig
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study import compare as comparisons
 from tltlab.sim.study import study as studies
-from tltlab.sim.study.sample import Scenarios
 from tltlab.sim.study.study import COLUMNS, SIMULATED, Cell, Journal, Study
-from tltlab.sim.study.systems import bind_all, system_cell
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from ..workloads import TINY, Handing, typed
@@ -80,14 +75,6 @@ def test_the_table_has_a_row_per_cell_and_rl_step():
     assert table["acceptance"].tolist()[::2] == [{}, {"ngram": "geometric:0.7"}]
     alone = Study(cells=study.cells, details=False).table()
     assert alone["makespan_s"].tolist() == table["makespan_s"].tolist()
-
-
-def test_a_system_s_rows_are_named_as_such():
-    scenarios = Scenarios(read(LENGTHS), SimulationConfig(**ON))
-    bound = bind_all(find_systems("verl,vllm-dynamic"), scenarios.of([1]))
-    table = Study(cells=[system_cell(each, scenarios, [1]) for each in bound]).table()
-    assert set(table) == {*COLUMNS, "system"}
-    assert table[["system", "rl_step"]].values.tolist() == [["verl", 1], ["vllm-dynamic", 1]]
 
 
 def failing(calls):

@@ -76,13 +76,6 @@ def test_each_row_is_the_simulation_of_its_policy(trace, found):
         assert accept == pytest.approx(alone.summary["mean_accept_length"]) if accept == accept else "r" in name
 
 
-def test_ratios_are_to_verl_or_the_first_system(trace, found):
-    assert found.attrs["baseline"] == "verl"
-    assert found.loc["verl", ["ratio", "ratio_low", "ratio_high"]].tolist() == [1.0, 1.0, 1.0]
-    other = compare(trace, systems="das,tlt-base", costs=COSTS, acceptance="geometric:0.7")
-    assert other.attrs["baseline"] == "das"
-
-
 def test_other_figures_are_those_of_the_simulated_trace(trace, found):
     alone = simulate(trace, "none", costs=COSTS, workers=4).summary
     verl = found.loc["verl"]

@@ -23,7 +23,7 @@ from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.own import code_allowed
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
+from tltlab.policies.specs import FixedSpec, TableRow, TableSpec
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.tuning.cases import ExpectedIteration, TuningCases, oracle_policy, ratio
 from tltlab.sim.tuning.search import Prices
@@ -287,25 +287,6 @@ def test_the_shipped_settings_are_tried_first():
     settings = found.trials[0].settings
     assert (settings["epsilon"], settings["window"], settings["reward"]) == (0.1, 300, "relative")
     assert found.policy.provenance["trials"] == 1
-
-
-def test_bandit_must_explore_only_where_there_is_noise():
-    """One request: within the bucket nothing changes, so a first look without noise tells all."""
-    one = log_normal(prompts=1, group_size=1, rl_steps=3, median=500, cap=700, workers=1)
-    arms = (Strategy.chain("ngram", 1), Strategy.chain("ngram", 2), Strategy.chain("ngram", 4))
-    costs = COSTS.model_copy(update={"per_context_s": 0.0})
-    loud = costs.model_copy(update={"noise": IterationNoise(ratios=(0.4, 0.5, 0.6, 2.5))})
-
-    def makespan(epsilon, **options):
-        selector = BegMabSpec(buckets=(Bucket(min_batch=1, strategies=arms),), epsilon=epsilon, window=100)
-        policy = Policy(selector=selector)
-        runs = [simulate(one, policy, acceptance="constant:1.9", seed=k, **options).makespan_s for k in range(6)]
-        return float(np.mean(runs))
-
-    quiet = {e: makespan(e, costs=costs, mode="fluid") for e in (0.0, 0.05, 0.2)}
-    noisy = {e: makespan(e, costs=loud, mode="sampled") for e in (0.0, 0.05, 0.2)}
-    assert min(quiet, key=quiet.__getitem__) == 0.0
-    assert min(noisy, key=noisy.__getitem__) > 0.0
 
 
 def test_several_traces_count_together():

@@ -15,7 +15,7 @@ from tltlab.policies.policy import Activation, load_policy
 from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.runtime.engine.vllm import starting
-from tltlab.runtime.engine.vllm.options import Attachment, serve_arguments
+from tltlab.runtime.engine.vllm.options import Attachment
 
 from ..asking import fixed
 
@@ -42,23 +42,11 @@ def test_only_model_free_drafts_make_scheduling_synchronous():
     for options in (vllm_options(**asked) for asked in plain):
         assert "async_scheduling" not in options
         assert options["scheduler_cls"].endswith(".policy_scheduler")
-        assert not any("async" in argument for argument in serve_arguments(options))
     for options in (vllm_options("beg-mab"), vllm_options(deep, drafters={"head": helped})):
         assert options["async_scheduling"] is False
         assert options["scheduler_cls"].endswith(".PolicyScheduler")
     for wanted in (False, True):
         assert vllm_options("none", async_scheduling=wanted)["async_scheduling"] is wanted
-
-
-def test_vllm_serve_takes_the_same_options():
-    argparse_utils = pytest.importorskip("vllm.utils.argparse_utils")
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    options = vllm_options("beg-mab")
-    parser = AsyncEngineArgs.add_cli_args(argparse_utils.FlexibleArgumentParser())
-    parsed = parser.parse_args(serve_arguments(options))
-    for name in ("scheduler_cls", "additional_config", "speculative_config", "async_scheduling"):
-        assert getattr(parsed, name) == options[name]
 
 
 @pytest.mark.parametrize("policy", ["table", "beg-mab"])

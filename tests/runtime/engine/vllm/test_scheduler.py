@@ -252,7 +252,6 @@ REFUSED = [
     ({f"{DRAFTS}.model": "x.NoProposer"}, BY_MODEL, ("speculative_config={'method'",)),
     ({f"{DRAFTS}.method": "suffix"}, BY_MODEL, ("one depth", DRAFTS)),
     ({f"{DRAFTS}.enable_adaptive_verification": True}, BY_MODEL, ("enable_adaptive_verification=False",)),
-    ({f"{DRAFTS}.draft_sample_method": "probabilistic"}, BY_MODEL, ("draft_sample_method", "probabilistic")),
     ({"model_config.runner_type": "pooling"}, BY_MODEL, ("pooling",)),
     ({"model_config.is_diffusion": True}, BY_MODEL, ("diffusion",)),
     ({"scheduler_config.async_scheduling": True}, BY_TEXT, ("async_scheduling",)),
