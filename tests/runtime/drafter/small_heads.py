@@ -50,10 +50,11 @@ def made_sequence(rows, *, seed=2, first_position=0, prompt_tokens=0):
     )
 
 
-def drafted_states(head, frozen, sequence, start, num_steps):
+def drafted_states(head, frozen, sequence, start, num_steps, *, detached=False):
     """The states (H) that the chain from row `start` makes, each by a pass of its own over all that comes before.
 
-    Inputs up to `start` read the target's states, later ones the chain's; tokens are the text's.
+    Inputs up to `start` read the target's states, later ones the chain's, if `detached` without their gradient; tokens
+    are the text's.
     """
     states = head.first_states(sequence.hidden, sequence.aux)[: start + 1]
     made = []
@@ -63,5 +64,5 @@ def drafted_states(head, frozen, sequence, start, num_steps):
         positions = torch.arange(rows) + sequence.first_position
         out = head(embedded[None], states[None], positions[None])[0, -1]
         made.append(out)
-        states = torch.cat([states, out[None]])
+        states = torch.cat([states, (out.detach() if detached else out)[None]])
     return made
