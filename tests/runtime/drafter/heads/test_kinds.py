@@ -25,8 +25,8 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
 from tltlab.runtime.drafter.heads.head import Eagle3Head, default_aux_layers
-from tltlab.runtime.drafter.heads.kinds import fit_inputs, load_head, new_head
-from tltlab.runtime.drafter.heads.layouts import is_head
+from tltlab.runtime.drafter.heads.kinds import fit_inputs, new_head
+from tltlab.runtime.drafter.heads.layouts import is_head, load_head
 from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.offline.annotate import learned_annotator

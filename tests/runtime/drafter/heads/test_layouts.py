@@ -12,13 +12,12 @@ from transformers import LlamaConfig
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.head import Eagle3Head
-from tltlab.runtime.drafter.heads.kinds import load_head
-from tltlab.runtime.drafter.heads.layouts import eagle_layout, is_head
+from tltlab.runtime.drafter.heads.layouts import eagle_layout, is_head, load_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.training import HeadTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
-from ..small_heads import HIDDEN, VOCABULARY, made_sequence
+from ..small_heads import HIDDEN, VOCABULARY, made_sequence, one_pass
 from .layouts_made import SPECFORGE, SPECULATORS, eagle_release, specforge, speculators
 
 ROWS = 7
@@ -99,9 +98,9 @@ def rows(target):
 
 
 def states_of(head, target):
-    embedded, hidden, aux, _ = rows(target)
+    frozen, sequence = FrozenTarget.from_folder(target), made_sequence(ROWS)
     with torch.no_grad():
-        return head(embedded[None], head.first_states(hidden, aux)[None])[0]
+        return one_pass(head, frozen, sequence.token_ids[1:], head.first_states(sequence.hidden, sequence.aux))
 
 
 @pytest.mark.parametrize("fc_bias", [False, True], ids=["llama3", "vicuna"])

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from tests.refused import refused
 from tltlab.errors import InputError, RunError
 from tltlab.runtime.cli.train_drafter import train_drafter as command
-from tltlab.runtime.drafter.heads.kinds import load_head, new_head
+from tltlab.runtime.drafter.heads.kinds import new_head
+from tltlab.runtime.drafter.heads.layouts import load_head
 from tltlab.runtime.drafter.offline.chains import acceptance_along, kept_along, walk
 from tltlab.runtime.drafter.offline.data import (
     Epochs,
