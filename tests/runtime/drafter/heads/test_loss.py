@@ -60,7 +60,9 @@ def obedient(head, frozen, sequence):
 
 
 @pytest.mark.parametrize(("kind", "vocabulary"), [*((kind, None) for kind in KINDS), ("eagle3", HALF)])
-def test_the_loss_is_that_of_single_chains(kind, vocabulary):
+def test_the_loss_is_that_of_single_chains(kind, vocabulary, monkeypatch):
+    """What is packed beside a chain, or comes after it, is not in it, whole or in parts."""
+    monkeypatch.setattr("tltlab.runtime.trainer.attention.CHUNK", 5)
     config = LossConfig(kind=kind, unroll=3, hidden_weight=0.7, token_weight=0.3, top_weight=0.6)
     head, frozen = made_head(config.method, vocabulary=vocabulary), made_target()
     sequences = [made_sequence(n, seed=n, first_position=n, prompt_tokens=p) for n, p in ((14, 0), (9, 5), (3, 20))]
