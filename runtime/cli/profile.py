@@ -86,7 +86,6 @@ def profile(
         "skipped": profiled.skipped,
         "spread": profiled.spread,
         "repeat_error": profiled.repeat_error,
-        "held_out_error": profiled.held_out_error,
         "measured_s": profiled.seconds,
         "seconds": time.perf_counter() - started,
     }
@@ -129,7 +128,6 @@ def _text(out: Path, about: dict[str, Any]) -> str:
         f"{about['model']} on {about['hardware']}, vLLM {about['versions']['vllm']}, in {about['seconds']:.0f} s",
         f"spread of a cell (interquartile range): {share(about['spread'])} of its time; "
         f"two visits apart: {share(about['repeat_error'])}; all medians",
-        f"a table of two thirds of the cells predicts the others within {share(about['held_out_error'])} (median)",
     ]
     if (about["repeat_error"] or 0.0) > _QUIET:
         lines.append("the machine was not quiet: measure again when nothing else runs on it")

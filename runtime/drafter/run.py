@@ -63,7 +63,8 @@ from tltlab.state import DrafterState
 
 from .group import LOOPBACK, RendezvousServer
 from .heads.head import host_copies
-from .heads.kinds import check_fit, load_head, new_head
+from .heads.kinds import check_fit, new_head
+from .heads.layouts import load_head
 from .training import TrainingPeriod, pooled
 from .worker import SpotTrainer, TrainerPlacement, TrainerReport
 

@@ -37,7 +37,7 @@ from tltlab.runtime.run.memory import ProcessMemory, tensor_bytes
 from .feed import SequenceReceiver
 from .group import LOOPBACK, DrafterGroup, GroupLost, gather, rendezvous_store, tokens_of_member
 from .heads.head import DrafterHead, check_tensors
-from .heads.kinds import load_head
+from .heads.layouts import load_head
 from .heads.target import FrozenTarget, Tensors
 from .offline.chains import kept_along
 from .sequences import HELD_OUT, TrainingSequence, prompt_draw

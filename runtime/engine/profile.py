@@ -17,8 +17,6 @@ import numpy as np
 import pandas as pd
 import torch
 
-from tltlab.calibration.iterations import checked, measured_rows
-from tltlab.costs import table as cost_table
 from tltlab.drafters.base import Draft, Key, TextDrafter
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError
@@ -114,8 +112,7 @@ class Profile:
     `table` has the columns of `tltlab.calibration.iterations`, `drafter`, and of each row `draft_seconds`,
     `num_samples` and `spread`, the interquartile range of its seconds. `skipped` lists the cells that were not
     measured, with the reason (`why`). `spread` is the median over rows of spread / seconds, `repeat_error` the median
-    relative difference of the two visits' medians, `held_out_error` the median error of a table fitted to two thirds of
-    the cells on the others; None where unknown.
+    relative difference of the two visits' medians, None where unknown.
     """
 
     table: pd.DataFrame
@@ -123,7 +120,6 @@ class Profile:
     seconds: float
     spread: float
     repeat_error: float | None
-    held_out_error: float | None
 
 
 def start_engine(
@@ -186,24 +182,6 @@ def engine_settings(engine: Engine) -> dict[str, Any]:
     }
 
 
-def held_out_error(table: pd.DataFrame, rng: np.random.Generator) -> float | None:
-    """Median relative error of a table fitted to two thirds of the decoding rows, on the others drawn at random.
-
-    None where two thirds do not make a table.
-    """
-    decoding = checked(table[table["prefill_tokens"] == 0])
-    is_held_out = rng.permutation(len(decoding)) < len(decoding) // 3
-    if not is_held_out.any():
-        return None
-    rows = measured_rows(decoding)
-    held_out = rows.where(is_held_out)
-    try:
-        predicted = cost_table.fit(rows.where(~is_held_out)).costs.predict(held_out)
-    except ConfigError:
-        return None
-    return float(np.median(np.abs(predicted / held_out.seconds - 1.0)))
-
-
 class _Profiler:
     def __init__(
         self, engine: Engine, grid: ProfileGrid, rng: np.random.Generator, report: Callable[[str], None]
@@ -249,7 +227,6 @@ class _Profiler:
             seconds=time.perf_counter() - started,
             spread=float((table["spread"] / table["seconds"]).median()),
             repeat_error=float(np.median(repeat_errors)) if repeat_errors else None,
-            held_out_error=held_out_error(table, self.rng),
         )
 
     def _misfit(self, cell: Load) -> str | None:

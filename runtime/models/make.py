@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -44,6 +44,8 @@ _HEAD_SIZE = 32
 _IGNORED = -100
 _POOL_ROWS = 1024
 _WARMUP_STEPS = 20
+_LR = 0.01
+_MOMENTUM = 0.95
 # Threads that share a training step: Python's, since torch's own spin where another process has their core.
 _HALVES = 2
 _LOSS_WINDOW_STEPS = 50
@@ -66,8 +68,6 @@ class Size:
     mlp: int
     steps: int
     tokens_per_batch: int = 1024
-    matrix_lr: float = 0.01
-    other_lr: float = 0.01
     measured_prompts: int = 64
     samples_per_prompt: int = 8
 
@@ -209,12 +209,9 @@ def pretrain(model: SmallModel, batches: Batches, size: Size, progress: Callable
     of_blocks = {id(p) for p in matrices}
     params = list(model.parameters())
     optimizers: list[torch.optim.Optimizer] = [
-        *(Muon(matrices[half::_HALVES], lr=size.matrix_lr) for half in range(_HALVES)),
-        torch.optim.AdamW(
-            [p for p in params if id(p) not in of_blocks], lr=size.other_lr, betas=(0.9, 0.95), weight_decay=0.0
-        ),
+        *(Muon(matrices[half::_HALVES], {"lr": _LR}) for half in range(_HALVES)),
+        torch.optim.AdamW([p for p in params if id(p) not in of_blocks], lr=_LR, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    base_lr = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     losses: list[float] = []
     model.train()
 
@@ -235,10 +232,9 @@ def pretrain(model: SmallModel, batches: Batches, size: Size, progress: Callable
             num_scored = int((labels != _IGNORED).sum())
             for param, shares in zip(params, zip(*grads, strict=True), strict=True):
                 param.grad = torch.stack(shares).sum(0) / num_scored
-            for optimizer, lr in zip(optimizers, base_lr, strict=True):
-                optimizer.param_groups[0]["lr"] = lr * min(
-                    1.0, (step + 1) / _WARMUP_STEPS, (size.steps - step) / (0.6 * size.steps)
-                )
+            share = min(1.0, (step + 1) / _WARMUP_STEPS, (size.steps - step) / (0.6 * size.steps))
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = _LR * share
             list(threads.map(lambda optimizer: optimizer.step(), optimizers))
             losses.append(float(sum(sums)) / num_scored)
             if (step + 1) % max(size.steps // 10, 1) == 0:
@@ -360,9 +356,6 @@ class Muon(torch.optim.Optimizer):
     give another model, and on a CPU they take some 15 times as long.
     """
 
-    def __init__(self, params: Iterable[torch.Tensor], *, lr: float = 0.02, momentum: float = 0.95) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; `closure` is not used."""
@@ -374,8 +367,8 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[param]
                 if not state:
                     state["momentum"] = torch.zeros_like(param)
-                state["momentum"].lerp_(param.grad, 1 - group["momentum"])
-                update = param.grad.lerp(state["momentum"], group["momentum"])
+                state["momentum"].lerp_(param.grad, 1 - _MOMENTUM)
+                update = param.grad.lerp(state["momentum"], _MOMENTUM)
                 updates.setdefault(param.shape, []).append((param, update))
             for (rows, columns), moves in updates.items():
                 scale = group["lr"] * max(1.0, rows / columns) ** 0.5
@@ -384,15 +377,15 @@ class Muon(torch.optim.Optimizer):
                     param.add_(step, alpha=-scale)
 
 
-def orthogonalise(matrices: torch.Tensor, *, iterations: int = 5) -> torch.Tensor:
-    """Return about U V^T of each matrix [N, R, C] = U S V^T, by a quintic Newton-Schulz iteration.
+def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
+    """Return about U V^T of each matrix [N, R, C] = U S V^T, by five steps of a quintic Newton-Schulz iteration.
 
     The coefficients trade accuracy for speed: singular values end between about 0.7 and 1.2.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     x: torch.Tensor = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(iterations):
+    for _ in range(5):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     return x.mT if tall else x

@@ -21,18 +21,21 @@ Method = Literal["eagle", "eagle3", "mtp"]
 
 
 class LossConfig(FrozenModel):
-    """Training objective of a drafter: `kind`.
+    """Training objective of a drafter: `kind`, as published, but with means over steps and over the response's rows.
 
     "eagle" (arXiv 2401.15077): `hidden_weight` * SmoothL1 on the next hidden state + `token_weight` * cross-entropy
-    against the target's distribution, one step, on the target's states. "hass" (arXiv 2408.15766): the same over
-    `unroll` steps, each reading the states of the step before. "eagle3" (arXiv 2503.01840): cross-entropy alone over
-    `unroll` steps of training-time test, step i weighing `decay` ** i. None: 1, 3 and 7 steps, as in TLT. "mtp": the
-    same loss, over 3 steps, for the model's own MTP layer.
+    against the target's distribution, one step, on the target's states. "hass" (arXiv 2408.15766): the same and
+    `top_weight` * the part of that cross-entropy that is the target's 10 likeliest tokens', over `unroll` steps, each
+    reading the states of the step before without their gradient. "eagle3" (arXiv 2503.01840): cross-entropy alone over
+    `unroll` steps of training-time test, step i weighing `decay` ** i, and a row whose likeliest token a head of a part
+    of the vocabulary cannot draft counting 0. None: 1, 3 and 7 steps, as in TLT. "mtp": the same loss, over 3 steps,
+    for the model's own MTP layer. Not as published: no noise is added to the target's states.
     """
 
     kind: Literal["eagle", "hass", "eagle3", "mtp"] = "eagle"
     hidden_weight: Weight = 1.0
     token_weight: Weight = 0.1
+    top_weight: Weight = 1.0
     unroll: Annotated[int, Field(ge=1)] | None = None
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
 

@@ -119,9 +119,6 @@ def chain_attention(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tenso
     Queries (1, heads, T, D), shared keys and values (1, KV heads, T, D), own ones (1, KV heads, T, i, D). Returns (1,
     heads, T, D).
     """
-    num_kv, width = k.shape[1], q.shape[-1]
-    grouped = q[0].unflatten(0, (num_kv, -1)) / width**0.5  # (KV heads, heads per KV head, T, D)
-    own = torch.einsum("kgtd,ktsd->kgts", grouped, own_k[0])
     attended, begin = [], 0
     for length in lengths:
         for start in range(0, length, CHUNK):
@@ -129,14 +126,11 @@ def chain_attention(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tenso
             rows = slice(begin + start, begin + stop)
             # Skip keys beyond the chunk's last query.
             keys = slice(begin, begin + stop)
-            unseen = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).triu(start + 1)
-            shared = (grouped[:, :, rows] @ k[0, :, None, keys].transpose(2, 3)).masked_fill(unseen, -torch.inf)
-            weights = torch.softmax(torch.cat([shared, own[:, :, rows]], -1).float(), -1).to(v.dtype)
-            mixed = weights[..., :stop] @ v[0, :, None, keys]
-            mixed = mixed + torch.einsum("kgts,ktsd->kgtd", weights[..., stop:], own_v[0, :, rows])
-            attended.append(mixed)
+            seen = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).tril(start)
+            query, chain_k, chain_v = (tensor[0, :, rows].transpose(0, 1) for tensor in (q, own_k, own_v))
+            attended.append(two_part_attention(query, k[0, :, keys], v[0, :, keys], seen, chain_k, chain_v))
         begin += length
-    return torch.cat(attended, 2).flatten(0, 1)[None] if attended else q
+    return torch.cat(attended).transpose(0, 1)[None] if attended else q
 
 
 def two_part_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
@@ -145,11 +139,10 @@ def two_part_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, ow
     `mask` (A, T) is True for shared keys that a query attends to. Returns (A, heads, D).
     """
     num_kv, width = keys.shape[0], q.shape[-1]
-    grouped = q.unflatten(1, (num_kv, -1))  # (A, KV heads, heads per KV head, D)
+    grouped = q.unflatten(1, (num_kv, -1)) / width**0.5  # (A, KV heads, heads per KV head, D)
     shared = torch.einsum("akgd,ktd->akgt", grouped, keys).masked_fill(~mask[:, None, None], -torch.inf)
     own = torch.einsum("akgd,aksd->akgs", grouped, own_k)
-    scores = torch.cat([shared, own], -1).float() / width**0.5
-    weights = torch.softmax(scores, -1).to(values.dtype)
+    weights = torch.softmax(torch.cat([shared, own], -1).float(), -1).to(values.dtype)
     length = keys.shape[1]
     mixed = torch.einsum("akgt,ktd->akgd", weights[..., :length], values)
     mixed = mixed + torch.einsum("akgs,aksd->akgd", weights[..., length:], own_v)

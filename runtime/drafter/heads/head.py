@@ -43,14 +43,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.trainer.attention import causal_attention
 
 from .target import MIMO, WEIGHTS_FILE, FrozenTarget, Tensors, is_mimo, local_folder, read_config, read_weights
 
@@ -60,7 +58,7 @@ NORMS: tuple[Norm, ...] = ("norm_before_residual", "norm_before_fc", "fc_norm", 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 PREFIX = "model.mtp_layers.0."
-ARCHITECTURE = "MiMoMTPModel"
+MTP_ARCHITECTURE = "MiMoMTPModel"
 _LAYER = "layers.0."
 
 
@@ -168,18 +166,6 @@ class DrafterHead(nn.Module, ABC):
         """Return cosines and sines (B, T, D) of positions (B, T)."""
         cos, sin = self.rotary(self.layer.self_attn.o_proj.weight, positions)
         return cos, sin
-
-    def forward(self, embeddings: Tensor, states: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Run one causal pass over embeddings and states (B, T, H); return the drafted states, (B, T, H).
-
-        `positions` (B, T) are counted from 0 where not given.
-        """
-        length = states.shape[1]
-        if positions is None:
-            positions = torch.arange(length, device=states.device)[None]
-        x, residual = self.inputs(embeddings, states, positions)
-        q, k, v = self.layer.self_attn.project(x, self.rotation(positions))
-        return self.finish(residual, causal_attention(q, k, v, [length]))
 
     def serving_weights(self) -> dict[str, Tensor]:
         """Return copies of the weights on the host, by the names that vLLM loads and the checkpoint has."""
@@ -448,7 +434,7 @@ class MtpHead(DrafterHead):
         self.load_state_dict(self._by_own_names(weights))
 
     def config_dict(self) -> dict[str, Any]:
-        return {**self.config.to_dict(), "architectures": [ARCHITECTURE]}
+        return {**self.config.to_dict(), "architectures": [MTP_ARCHITECTURE]}
 
     def take_checkpoint(self, name: str | Path, weights: Tensors) -> None:
         """Load the weights of a checkpoint, by its names. ConfigError where one is missing or of another shape."""
@@ -488,22 +474,6 @@ def fresh_mtp(target: PretrainedConfig, seed: int) -> MtpHead:
                 value.normal_(0.0, value.shape[1] ** -0.5, generator=generator)
             if name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
                 value.zero_()
-    return head
-
-
-def read_mtp(folder: Path) -> MtpHead | None:
-    """Read the MTP layer that a run has saved in a folder; None for anything else, ConfigError if damaged."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(config, dict) or config.get("architectures") != [ARCHITECTURE]:
-        return None
-    head = MtpHead(LlamaConfig.from_dict(config))
-    try:
-        head.take_checkpoint(folder, load_file(folder / WEIGHTS_FILE))
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{folder}: no readable MTP layer: {error}") from error
     return head
 
 

@@ -1,4 +1,4 @@
-"""Drafter heads by the kind in a checkpoint folder, fresh ones, and their initial fit: `fit_inputs`.
+"""Fresh drafter heads, their initial fit: `fit_inputs`, and whether a head is for a target.
 
 The first task of a fresh EAGLE head is nearly linear: the target's next state given its last one and the token between.
 Least squares solves it in one pass over a few sequences, before any update. EAGLE-3 heads start from random weights and
@@ -16,8 +16,7 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.sequences import PackedBatch
 from tltlab.runtime.recipe.drafter import Method
 
-from .head import DrafterHead, Eagle3Head, EagleHead, default_aux_layers, layer_config, mtp_of_model, read_mtp
-from .layouts import read_head
+from .head import DrafterHead, Eagle3Head, EagleHead, default_aux_layers, layer_config, mtp_of_model
 from .target import FINAL_NORM, FrozenTarget, is_mimo, read_config, read_weights
 
 GAIN = 0.5
@@ -85,12 +84,3 @@ def check_fit(head: DrafterHead, folder: str | Path, target_folder: str | Path) 
             f"{folder} reads layer {max(head.aux_layers)} of its target, "
             f"{target_folder} has {target.num_hidden_layers} layers"
         )
-
-
-def load_head(name: str | Path, *, target: str | Path | None = None) -> DrafterHead:
-    """Read the head in a checkpoint folder or of the Hugging Face Hub, of any kind, in float32.
-
-    With `target`, its folder or id, the checkpoint's copies of the target's weights are shared again. ConfigError where
-    there is no readable head.
-    """
-    return read_mtp(Path(name)) or read_head(name, target)

@@ -1,4 +1,4 @@
-"""Checkpoints of EAGLE and EAGLE-3 heads in published layouts, read into tltlab's heads.
+"""Checkpoints of EAGLE and EAGLE-3 heads in published layouts, and of MTP layers, read into tltlab's heads.
 
 - EAGLE's releases (SafeAILab/EAGLE `cnets1.py`, `cnets.py`) and SpecForge's (`LlamaForCausalLMEagle3`): `config.json`
   is the layer's own. An EAGLE-3 head's layer is called `midlayer`. EAGLE heads may have biases of `fc` and of q, k, v.
@@ -25,7 +25,7 @@ from transformers import LlamaConfig
 
 from tltlab.errors import ConfigError, one_line
 
-from .head import AUX_LAYERS, NORMS, DrafterHead, Eagle3Head, EagleHead, default_aux_layers
+from .head import AUX_LAYERS, MTP_ARCHITECTURE, NORMS, DrafterHead, Eagle3Head, EagleHead, MtpHead, default_aux_layers
 from .target import EMBEDDING, LM_HEAD, WEIGHTS_FILE, Tensors, local_folder, read_config, read_safetensors, read_weights
 
 BIN_FILE = "pytorch_model.bin"
@@ -37,8 +37,8 @@ LAYER_FIELDS = (
 )  # fmt: skip
 
 
-def read_head(name: str | Path, target: str | Path | None = None) -> DrafterHead:
-    """Read the EAGLE or EAGLE-3 head in a folder or of the Hugging Face Hub, in float32.
+def load_head(name: str | Path, *, target: str | Path | None = None) -> DrafterHead:
+    """Read the head in a folder or of the Hugging Face Hub, of any kind, in float32.
 
     Its copies of the `target`'s embedding and LM head are dropped; the LM head stays where it differs from the target's
     or no target is given. The head's context is as long as the target's. An EAGLE-3 head without a list of the target's
@@ -46,6 +46,10 @@ def read_head(name: str | Path, target: str | Path | None = None) -> DrafterHead
     """
     folder = local_folder(name)
     config = _read_json(folder)
+    if config.get("architectures") == [MTP_ARCHITECTURE]:
+        mtp = MtpHead(LlamaConfig.from_dict(config))
+        mtp.take_checkpoint(name, {f"model.{key}": value for key, value in _read_weights(folder).items()})
+        return mtp
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise ConfigError(f"{name}: a drafter of kind {kind!r} cannot be read; eagle and eagle3 can")

@@ -23,6 +23,8 @@ from tltlab.runtime.trainer.attention import causal_attention, chain_attention
 from .head import DrafterHead
 from .target import FrozenTarget
 
+TOP_K = 10
+"""HASS's K: the target's likeliest tokens that its distillation weighs more."""
 MAX_LOGITS = 1 << 26
 """Logits held at a time, of drafter and target each; those beyond are recomputed instead of kept."""
 
@@ -49,10 +51,15 @@ def drafter_loss(
     """The loss of one packed batch: a mean over rows whose token is the response's, then over weighted steps.
 
     "eagle" and "hass" weigh steps alike, and a step is hidden_weight * SmoothL1(drafted state, target's next state) +
-    token_weight * CE(target's distribution, drafter's). "eagle3" and "mtp" are CE alone, step i weighing decay ** i. A
-    drafter of a part of the vocabulary learns the target's distribution within that part. `temperature`, of the
-    sampling, only counts in `accept`.
+    token_weight * CE(target's distribution, drafter's). "hass" adds top_weight * the terms of CE of the target's
+    `TOP_K` likeliest tokens, and no gradient goes from one step to the one before. "eagle3" and "mtp" are CE alone,
+    step i weighing decay ** i. A drafter of a part of the vocabulary learns the target's distribution within that part;
+    rows whose likeliest token is not in it have a CE of 0. `temperature`, of the sampling, only counts in `accept`.
+
+    Unlike here, the published trainers of HASS and EAGLE-3 add the steps' losses up, EAGLE-3's divides by the prompt's
+    rows too, and EAGLE's and HASS's add noise to the target's states.
     """
+    hass = config.kind == "hass"
     chains = Chains(head, frozen, batch)
     losses, weights = [], []
     accept, reached = [], []
@@ -60,17 +67,20 @@ def drafter_loss(
     kept = torch.ones(batch.num_rows, dtype=torch.bool, device=batch.mask.device)
     for step in range(config.num_unrolled):
         states, at, inside = chains.step()
+        if hass:
+            chains.states = states.detach()
         counted = inside & batch.mask[at]
         chosen = counted.nonzero()[:, 0]
         rows = len(chosen) if step == 0 else rows
         drafted, target = states[chosen], batch.next_hidden[at[chosen]]
-        token_loss, probability, greedy = _token_loss(head, frozen, drafted, target, temperature)
+        token_loss, top_loss, probability, greedy = _token_loss(head, frozen, drafted, target, temperature, hass)
         if config.kind in ("eagle3", "mtp"):
             losses.append(token_loss)
             weights.append(config.decay**step)
         else:
             hidden_loss = functional.smooth_l1_loss(drafted.float(), target.float()) if len(chosen) else drafted.sum()
-            losses.append(config.hidden_weight * hidden_loss + config.token_weight * token_loss)
+            of_tokens = config.token_weight * token_loss + config.top_weight * top_loss
+            losses.append(config.hidden_weight * hidden_loss + of_tokens)
             weights.append(1.0)
         alive = kept[chosen]
         reached.append(int(alive.sum()))
@@ -124,33 +134,38 @@ class Chains:
 
 
 def _token_loss(
-    head: DrafterHead, frozen: FrozenTarget, drafted: Tensor, target: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean cross-entropy, and by row the target's probability of the drafter's greedy token, and its id.
+    head: DrafterHead, frozen: FrozenTarget, drafted: Tensor, target: Tensor, temperature: float, ranked: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return mean cross-entropy and, if `ranked`, the part of the `TOP_K` likeliest tokens in it, else 0.
 
-    Inputs are states drafted and the target's (N, H). The probability (N) is at a temperature; ids are (N).
+    Also, by row, the target's probability of the drafter's greedy token, and its id. Inputs are states drafted and the
+    target's (N, H). The probability (N) is at a temperature; ids are (N).
     """
 
-    def part(drafted: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def part(drafted: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         with torch.no_grad():
             expected = frozen.logits(target.to(frozen.lm_head.dtype)).float()
             within = expected if head.draft_ids is None else expected[:, head.draft_ids]
             probabilities = torch.softmax(within, -1)
+            # A row whose likeliest token cannot be drafted teaches nothing.
+            probabilities[within.amax(-1) < expected.amax(-1)] = 0.0
         logits = head.logits(drafted, frozen).float()
         with torch.no_grad():
             best = logits.argmax(-1)
             greedy = best if head.draft_ids is None else head.draft_ids[best]
             scaled = expected / temperature
             probability = (scaled.gather(1, greedy[:, None])[:, 0] - scaled.logsumexp(-1)).exp()
-        cross = -(probabilities * torch.log_softmax(logits, -1)).sum()
-        return cross, probability, greedy
+        cross = -(probabilities * torch.log_softmax(logits, -1))
+        likeliest = probabilities.topk(min(TOP_K, probabilities.shape[-1]) if ranked else 0).indices
+        return cross.sum(), cross.gather(1, likeliest).sum(), probability, greedy
 
     if not len(drafted):
         nothing = drafted.sum()
-        return nothing, nothing.detach().expand(0), torch.zeros(0, dtype=torch.long, device=drafted.device)
+        return nothing, nothing, nothing.detach().expand(0), torch.zeros(0, dtype=torch.long, device=drafted.device)
     size = max(MAX_LOGITS // len(frozen.lm_head), 1)
     pairs = list(zip(drafted.split(size), target.split(size), strict=True))
     whole = len(pairs) == 1
     parts = [part(*pair) if whole else checkpoint(part, *pair, use_reentrant=False) for pair in pairs]
-    cross, probability, greedy = zip(*parts, strict=True)
-    return torch.stack(cross).sum() / len(drafted), torch.cat(probability), torch.cat(greedy)
+    cross, top, probability, greedy = zip(*parts, strict=True)
+    cross_entropy, of_top = (torch.stack(sums).sum() / len(drafted) for sums in (cross, top))
+    return cross_entropy, of_top, torch.cat(probability), torch.cat(greedy)

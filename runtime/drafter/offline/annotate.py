@@ -24,8 +24,7 @@ from torch.nn import functional
 from tltlab.arrays import Bytes
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.head import DrafterHead
-from tltlab.runtime.drafter.heads.kinds import load_head
-from tltlab.runtime.drafter.heads.layouts import is_head
+from tltlab.runtime.drafter.heads.layouts import is_head, load_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.traces.drafts import RecordedResponse
 

@@ -26,8 +26,8 @@ from tltlab.console import marked_folder
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json
 from tltlab.runtime.drafter.heads.head import DrafterHead, Eagle3Head
-from tltlab.runtime.drafter.heads.kinds import check_fit, load_head
-from tltlab.runtime.drafter.heads.layouts import eagle_layout, verifier_of
+from tltlab.runtime.drafter.heads.kinds import check_fit
+from tltlab.runtime.drafter.heads.layouts import eagle_layout, load_head, verifier_of
 from tltlab.runtime.drafter.heads.target import WEIGHTS_FILE, FrozenTarget, local_folder, read_config
 from tltlab.runtime.engine.vllm.stock import StockEngine, StockRun
 from tltlab.runtime.recipe.drafter import ExportConfig, TextConfig

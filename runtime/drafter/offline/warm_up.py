@@ -18,7 +18,8 @@ from tltlab.config import counted
 from tltlab.console import marked_folder
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.heads.head import DrafterHead
-from tltlab.runtime.drafter.heads.kinds import check_fit, fit_inputs, load_head, new_head
+from tltlab.runtime.drafter.heads.kinds import check_fit, fit_inputs, new_head
+from tltlab.runtime.drafter.heads.layouts import load_head
 from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence, pack

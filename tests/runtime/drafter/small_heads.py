@@ -1,6 +1,7 @@
 """Random heads and sequences, and what a head does computed slowly: one chain at a time, with no packing."""
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from tltlab.runtime.drafter.heads.head import Eagle3Head, EagleHead
@@ -50,18 +51,25 @@ def made_sequence(rows, *, seed=2, first_position=0, prompt_tokens=0):
     )
 
 
-def drafted_states(head, frozen, sequence, start, num_steps):
+def one_pass(head, frozen, tokens, states, first_position=0):
+    """The states (T, H) that a head makes of tokens (T) and states (T, H) in one causal pass."""
+    positions = torch.arange(len(states))[None] + first_position
+    x, residual = head.inputs(frozen.embedding[tokens][None], states[None], positions)
+    q, k, v = head.layer.self_attn.project(x, head.rotation(positions))
+    return head.finish(residual, scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))[0]
+
+
+def drafted_states(head, frozen, sequence, start, num_steps, *, detached=False):
     """The states (H) that the chain from row `start` makes, each by a pass of its own over all that comes before.
 
-    Inputs up to `start` read the target's states, later ones the chain's; tokens are the text's.
+    Inputs up to `start` read the target's states, later ones the chain's, if `detached` without their gradient; tokens
+    are the text's.
     """
     states = head.first_states(sequence.hidden, sequence.aux)[: start + 1]
     made = []
     for step in range(num_steps):
         rows = start + step + 1
-        embedded = frozen.embedding[sequence.token_ids[1 : rows + 1]]
-        positions = torch.arange(rows) + sequence.first_position
-        out = head(embedded[None], states[None], positions[None])[0, -1]
+        out = one_pass(head, frozen, sequence.token_ids[1 : rows + 1], states, sequence.first_position)[-1]
         made.append(out)
-        states = torch.cat([states, out[None]])
+        states = torch.cat([states, (out.detach() if detached else out)[None]])
     return made

@@ -35,7 +35,8 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.drafter import run as trainer_processes
 from tltlab.runtime.drafter.feed import SequenceSender
-from tltlab.runtime.drafter.heads.kinds import load_head, new_head
+from tltlab.runtime.drafter.heads.kinds import new_head
+from tltlab.runtime.drafter.heads.layouts import load_head
 from tltlab.runtime.drafter.run import (
     DrafterRun,
     NullDrafting,

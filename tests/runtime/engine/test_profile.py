@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -16,7 +15,6 @@ from tltlab.runtime.engine.profile import (
     Load,
     ProfileGrid,
     graphs_for,
-    held_out_error,
     start_engine,
 )
 from tltlab.runtime.engine.profile import profile as measure
@@ -52,18 +50,6 @@ def test_gpu_cells_are_timed_in_full_graphs():
     few = ProfileGrid(batches=(1,), depths=(0, 2, 5), contexts=(16,))
     learned = graphs_for(few, "learned", ("learned", LearnedSpec(method="eagle", model="head")))
     assert (learned.runner, learned.networks) == ("V2", ("learned",))
-
-
-def test_the_held_out_error_of_tables_is_small():
-    rows = pd.DataFrame([(b, v, b * c) for b in (1, 2, 4, 8) for v in (1, 2, 4, 8) for c in (64, 512)])
-    rows.columns = ["batch", "tokens_to_verify", "context_tokens"]
-    rows["seconds"] = 1e-3 + 1e-5 * rows["batch"] * rows["tokens_to_verify"] + 1e-8 * rows["context_tokens"]
-    rows["prefill_tokens"] = 0
-    assert held_out_error(rows, np.random.default_rng(0)) < 0.02
-    rows["seconds"] *= np.random.default_rng(1).uniform(0.3, 3.0, len(rows))
-    assert held_out_error(rows, np.random.default_rng(0)) > 0.1
-    one_context = rows[rows["context_tokens"] == 64 * rows["batch"]]
-    assert held_out_error(one_context, np.random.default_rng(0)) is None
 
 
 def test_options_are_vllms_own_and_drafter_has_method():
@@ -165,5 +151,5 @@ def test_command_writes_table_and_what_it_is_of(engine, random_model, tmp_path, 
     assert told == {"out": str(out), "about": str(out) + ".json", **about}
     assert about["num_cells"] == 8
     assert about["engine"]["max_num_seqs"] == 4
-    assert {"model", "hardware", "versions", "skipped", "held_out_error", "repeat_error"} <= about.keys()
+    assert {"model", "hardware", "versions", "skipped", "repeat_error"} <= about.keys()
     assert len(read_step_times(out)) == about["num_cells"] + about["num_prefill_rows"]

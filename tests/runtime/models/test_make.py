@@ -23,7 +23,7 @@ from tltlab.runtime.models.make import (
     make_tokenizer,
     pretrain,
 )
-from tltlab.runtime.models.measure import prompt_share, sample
+from tltlab.runtime.models.measure import sample
 from tltlab.runtime.models.tasks import TASKS
 
 from ..small_models import small_shape
@@ -165,11 +165,3 @@ def test_sampling_follows_the_plain_model():
             assert int(model(torch.tensor([ids])).logits[0, -1].argmax()) == token
             ids.append(token)
         assert response.clipped == (response.token_ids[-1] != 2)
-
-
-def test_the_prompts_share_of_variance_is_recovered():
-    rng = np.random.default_rng(0)
-    values = rng.normal(scale=3.0, size=(400, 1)) + rng.normal(size=(400, 8))
-    assert prompt_share(values) == pytest.approx(0.9, abs=0.03)
-    assert prompt_share(rng.normal(size=(400, 8))) < 0.05
-    assert prompt_share(np.ones((3, 2))) == 0.0

@@ -1,6 +1,5 @@
-"""Drafter heads: their checkpoints, their start, what they share with a target, and how stock vLLM runs them."""
+"""Drafter heads: their start, what they share with a target, and how stock vLLM runs them."""
 
-import json
 import shutil
 from contextlib import closing
 from functools import partial
@@ -25,8 +24,8 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
 from tltlab.runtime.drafter.heads.head import Eagle3Head, default_aux_layers
-from tltlab.runtime.drafter.heads.kinds import fit_inputs, load_head, new_head
-from tltlab.runtime.drafter.heads.layouts import is_head
+from tltlab.runtime.drafter.heads.kinds import fit_inputs, new_head
+from tltlab.runtime.drafter.heads.layouts import load_head
 from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.offline.annotate import learned_annotator
@@ -41,7 +40,6 @@ from tltlab.strategy import Strategy
 from tltlab.traces.drafts import RecordedResponse
 
 from ...small_models import loaded, small_shape
-from ..small_heads import made_head, made_sequence, made_target
 from .layouts_made import eagle_release, specforge, speculators
 
 WORDS = 24
@@ -140,46 +138,6 @@ def test_the_layers_that_eagle3_reads_are_there(num_layers):
     assert list(layers) == sorted(set(layers))
     assert len(layers) == min(3, num_layers + 1)
     assert 0 <= layers[0] <= layers[-1] <= num_layers
-
-
-# Checkpoints.
-
-
-@pytest.mark.parametrize(("method", "vocabulary"), [("eagle", None), ("eagle3", None), ("eagle3", [1, 5, 6, 12])])
-def test_a_checkpoint_is_the_head(method, vocabulary, tmp_path):
-    head, frozen, batch = made_head(method, vocabulary=vocabulary), made_target(), pack([made_sequence(9)])
-    again = load_head(head.save(tmp_path / "head"))
-    assert is_head(tmp_path / "head")
-    assert (again.method, again.aux_layers) == (head.method, head.aux_layers)
-    one, other = (drafter_loss(h, frozen, batch, LossConfig(kind="hass")) for h in (head, again))
-    assert torch.equal(one.loss, other.loss)
-    assert one.accept == other.accept
-    weights = head.serving_weights()
-    assert not [name for name in weights if "embed" in name or (vocabulary is None and "lm_head" in name)]
-    with torch.no_grad():
-        head.get_parameter("fc.weight").zero_()
-    assert weights["fc.weight"].any(), "copies"
-    if vocabulary is not None:
-        assert again.draft_ids.tolist() == vocabulary
-        assert again.get_buffer("t2d").nonzero()[:, 0].tolist() == vocabulary
-
-
-def test_other_checkpoints_are_refused(targets, tmp_path):
-    made_head("eagle3").save(tmp_path / "head")
-    config = json.loads((tmp_path / "head" / "config.json").read_text())
-    for change, facts in (
-        ({"speculators_model_type": "dflash"}, ("'dflash'",)),
-        ({"norm_before_fc": True}, ("input_norm.weight",)),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, ("fc.weight",)),
-        ({"transformer_layer_config": 3}, ("config.json",)),
-    ):
-        (tmp_path / "head" / "config.json").write_text(json.dumps(config | change))
-        with refused(ConfigError, naming=facts):
-            load_head(tmp_path / "head")
-    with refused(ConfigError):
-        load_head(tmp_path)
-    with refused(ConfigError, naming=("EAGLE",)):
-        load_head(targets["llama"])
 
 
 # A start from scratch.

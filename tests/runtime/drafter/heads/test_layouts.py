@@ -12,13 +12,12 @@ from transformers import LlamaConfig
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.head import Eagle3Head
-from tltlab.runtime.drafter.heads.kinds import load_head
-from tltlab.runtime.drafter.heads.layouts import eagle_layout, is_head
+from tltlab.runtime.drafter.heads.layouts import eagle_layout, is_head, load_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.training import HeadTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
-from ..small_heads import HIDDEN, VOCABULARY, made_sequence
+from ..small_heads import HIDDEN, VOCABULARY, made_sequence, one_pass
 from .layouts_made import SPECFORGE, SPECULATORS, eagle_release, specforge, speculators
 
 ROWS = 7
@@ -99,9 +98,9 @@ def rows(target):
 
 
 def states_of(head, target):
-    embedded, hidden, aux, _ = rows(target)
+    frozen, sequence = FrozenTarget.from_folder(target), made_sequence(ROWS)
     with torch.no_grad():
-        return head(embedded[None], head.first_states(hidden, aux)[None])[0]
+        return one_pass(head, frozen, sequence.token_ids[1:], head.first_states(sequence.hidden, sequence.aux))
 
 
 @pytest.mark.parametrize("fc_bias", [False, True], ids=["llama3", "vicuna"])
@@ -147,7 +146,10 @@ def test_an_eagle3_head_drafts_as_in_vllm(target, tmp_path, layout):
     config = json.loads((tmp_path / "speculators" / "config.json").read_text())
     assert config["speculators_model_type"] == "eagle3"
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(target)
-    flat, named = eagle_layout(config, load_file(tmp_path / "speculators" / "model.safetensors"))
+    saved = load_file(tmp_path / "speculators" / "model.safetensors")
+    assert all(torch.equal(saved[name], weights[name]) for name in weights if name in ("d2t", "t2d", "lm_head.weight"))
+    assert "embed_tokens.weight" not in saved
+    flat, named = eagle_layout(config, saved)
     (tmp_path / "flat").mkdir()
     (tmp_path / "flat" / "config.json").write_text(json.dumps(flat))
     save_file(named, tmp_path / "flat" / "model.safetensors")
@@ -163,7 +165,7 @@ def test_all_of_somebody_elses_head_is_trained(target, tmp_path):
     head = load_head(tmp_path / "head", target=target)
     loss = LossConfig(kind="eagle3", unroll=2)
     training = HeadTraining(head, FrozenTarget.from_folder(target), loss, OptimConfig())
-    before = {name: value.clone() for name, value in head.state_dict().items()}
+    before = head.serving_weights()
     report = training.update([made_sequence(20, seed=n) for n in range(4)])
     assert report.tokens
     moved = {name for name, value in head.state_dict().items() if not torch.equal(value, before[name])}
@@ -216,6 +218,10 @@ def test_what_cannot_be_trained_is_refused(target, tmp_path):
         ({"target_hidden_size": 2 * HIDDEN}, {}, ("width",)),
         ({"layer_types": ["sliding_attention"]}, {}, ("sliding",)),
         ({"num_hidden_layers": 2}, {}, (2,)),
+        ({"speculators_model_type": "dflash"}, {}, ("'dflash'",)),
+        ({"speculators_model_type": "eagle3", "transformer_layer_config": 3}, {}, ("config.json",)),
+        ({"norm_before_fc": True}, {}, ("input_norm.weight",)),
+        ({layers: [0, 2]}, {}, ("fc.weight",)),
         ({}, {"d2t": weights["d2t"] + VOCABULARY}, (VOCABULARY,)),
         ({}, {"embed_tokens.weight": whole}, ("embedding",)),
         ({}, {"midlayer.extra.weight": whole}, ("layers.0.extra.weight",)),
@@ -228,8 +234,11 @@ def test_what_cannot_be_trained_is_refused(target, tmp_path):
         assert "\n" not in str(caught.value)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors")
-    with refused(ConfigError):
-        load_head(folder)
+    for other in (folder, tmp_path):
+        with refused(ConfigError):
+            load_head(other)
+    with refused(ConfigError, naming=("EAGLE",)):
+        load_head(target)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"no pickle")
     with refused(ConfigError):

@@ -8,7 +8,8 @@ from tests.refused import refused
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.head import MtpHead, fresh_mtp, mtp_of_model
-from tltlab.runtime.drafter.heads.kinds import load_head, new_head
+from tltlab.runtime.drafter.heads.kinds import new_head
+from tltlab.runtime.drafter.heads.layouts import load_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.offline.chains import kept_along
 from tltlab.runtime.drafter.offline.export import ExportSource, export_drafter

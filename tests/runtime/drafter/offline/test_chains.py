@@ -5,7 +5,7 @@ import torch
 
 from tltlab.runtime.drafter.offline.chains import kept_along
 
-from ..small_heads import HALF, made_head, made_sequence, made_target
+from ..small_heads import HALF, made_head, made_sequence, made_target, one_pass
 from .easy_target import naive
 
 
@@ -14,8 +14,7 @@ def draft(head, frozen, sequence, known, depth):
     text = sequence.token_ids[:known].tolist()
     states = head.first_states(sequence.hidden, sequence.aux)[: known - 1]
     for _ in range(depth):
-        positions = torch.arange(len(states)) + sequence.first_position
-        out = head(frozen.embedding[torch.tensor(text[1:])][None], states[None], positions[None])[0, -1:]
+        out = one_pass(head, frozen, text[1:], states, sequence.first_position)[-1:]
         text.append(int(head.greedy(out, frozen)))
         states = torch.cat([states, out])
     return text[known:]

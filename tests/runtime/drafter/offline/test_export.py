@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter.heads.kinds import load_head, new_head
+from tltlab.runtime.drafter.heads.kinds import new_head
+from tltlab.runtime.drafter.heads.layouts import load_head
 from tltlab.runtime.drafter.offline.export import (
     ExportCheck,
     ExportConfig,

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from tests.refused import refused
 from tltlab.errors import InputError, RunError
 from tltlab.runtime.cli.train_drafter import train_drafter as command
-from tltlab.runtime.drafter.heads.kinds import load_head, new_head
+from tltlab.runtime.drafter.heads.kinds import new_head
+from tltlab.runtime.drafter.heads.layouts import load_head
 from tltlab.runtime.drafter.offline.chains import acceptance_along, kept_along, walk
 from tltlab.runtime.drafter.offline.data import (
     Epochs,
@@ -133,15 +134,12 @@ def test_training_stops_at_an_accept_length(target, data, tmp_path):
     lengths = [check["accept_length"] for check in report["checks"]]
     assert all(length < 1.5 for length in lengths[:-1])
     assert lengths[-1] >= 1.5
-    more = config(until_accept_length=1.5, head=str(tmp_path / "head"))
-    assert train_drafter(target, data, tmp_path / "more", more, quiet)["updates"] == 0
-
-
-def test_training_continues_from_a_head(target, data, tmp_path, trained):
-    first, report = trained("eagle")
-    more = train_drafter(target, data, tmp_path / "more", config(head=str(first), updates=0), quiet)
+    # Another training continues there: it has nothing to do.
+    settings = config(until_accept_length=1.5, head=str(tmp_path / "head"))
+    more = train_drafter(target, data, tmp_path / "more", settings, quiet)
+    assert more["updates"] == 0
     assert more["before"] == more["after"] == report["after"]
-    weights = [load_file(folder / "model.safetensors") for folder in (first, tmp_path / "more")]
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("head", "more")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
