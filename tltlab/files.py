@@ -15,7 +15,6 @@ import json
 import lzma
 import os
 import re
-import select
 import shutil
 import stat
 import sys
@@ -35,8 +34,6 @@ from .errors import ConfigError, InputError
 _SEAL = "sha256"
 MOST_JSON_BYTES = 256 << 20
 """Most bytes of a JSON file, which is read as a whole."""
-PIPE_S = 10.0
-"""How long a pipe may take to have something to read, seconds."""
 SUM_SUFFIX = ".sha256"
 """Suffix of the file with the SHA-256 of the one next to it."""
 PACKED = (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4", ".zip")
@@ -90,20 +87,10 @@ def unsealed(data: str | bytes) -> Any:
 
 
 def open_input(path: Path) -> BufferedReader:
-    """A file to read from. Raises OSError, also for a pipe without a writer for PIPE_S seconds."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-            # Opening one in the usual way waits for its writer, for ever if need be.
-            writer = select.poll()
-            writer.register(descriptor, select.POLLIN)
-            if not writer.poll(1000 * PIPE_S):
-                raise OSError(errno.ETIMEDOUT, f"it is a pipe without data for {PIPE_S:g} s", str(path))
-        os.set_blocking(descriptor, True)
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
+    """A file to read from. Raises OSError, also for a pipe, whose writer would be waited for."""
+    if stat.S_ISFIFO(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is a pipe, give a file", str(path))
+    return open(path, "rb")
 
 
 def open_unpacked(path: Path) -> BinaryIO:

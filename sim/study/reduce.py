@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Floats
-from tltlab.planning.claims import CLAIMS, difference
+from tltlab.planning.claims import CLAIMS
 from tltlab.planning.execution import missing_part
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.sim.scenario import Scenario
@@ -147,7 +147,7 @@ def _about(bound: BoundSystem, row: Mapping[str, Any], column: Mapping[str, Floa
         "runs_here": missing_part(system) or True,
         "length_bias": float(column["length_bias"][0]),
         "workers": generating_workers(system, nominal.workers),
-        "claim": _beside_claim(row, nominal),
+        "claim": _beside_claim(row),
         "assumptions": bound.assumptions,
         "stand_ins": bound.stand_ins,
         "defaults": bound.defaults,
@@ -182,20 +182,15 @@ def _share(part: Floats, whole: Floats, less: float = 0.0) -> float | None:
     return float(part.sum() / whole.sum()) - less if whole.all() else None
 
 
-def _beside_claim(row: Mapping[str, Any], scenario: Scenario) -> dict[str, Any] | None:
-    """Return the claim of the system's paper, the simulated speed-up of the same kind, and the difference in words."""
+def _beside_claim(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the claim of the system's paper, and the simulated speed-up of the same kind, else of the rollout."""
     if (claim := CLAIMS.get(row["system"])) is None:
         return None
     kinds = {"RL step": "step_speed_up", "rollout": "speed_up", "tokens per second": "tokens_per_s_ratio"}
     name = kinds[claim.of] if kinds[claim.of] in row else "speed_up"
     estimate, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
-    responses = sum(len(step) for step in scenario.steps) / (len(scenario.steps) * scenario.workers)
-    sentence = difference(
-        claim, estimate, low, high, responses_per_worker=responses, of_same=name == kinds[claim.of],
-        cap=max(max(step.max_response_tokens) for step in scenario.steps),
-    )  # fmt: skip
     interval = None if low != low else (low, None if high != high else high)
-    return asdict(claim) | {"speed_up": estimate, "interval": interval, "difference": sentence}
+    return asdict(claim) | {"speed_up": estimate, "interval": interval}
 
 
 def intervals_of(rows: Sequence[Mapping[str, Any]], name: str) -> list[Interval]:

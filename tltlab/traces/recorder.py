@@ -35,7 +35,6 @@ from .trace import (
     locate,
     open_trace,
     read_one,
-    refuse_earlier,
     with_notes,
 )
 from .validate import TablePart, check_values, conform
@@ -59,7 +58,6 @@ def repair(path: str | Path, out: str | Path | None = None) -> Trace:
     place = locate(path)
     place = place if place.name not in ("", "..") else place.resolve()
     target = place if out is None else Path(out)
-    refuse_earlier(place)
     contents = Contents.read(place)
     lost = damaged(place, contents)
     if not lost and not contents.unfinished:
@@ -163,7 +161,6 @@ class Recorder:
         # Parts of a table and RL step that this process wrote, in order, with their numbers of rows.
         self._sizes: dict[tuple[str, int], list[tuple[str, int]]] = {}
         refuse_foreign_target(path)
-        refuse_earlier(path)
 
     def _make(self, manifest: Manifest) -> None:
         if self.path.is_dir() and any(self.path.iterdir()):

@@ -254,7 +254,6 @@ def _only_run(folder: Path) -> Path:
     """The trace in a folder that stands for all that are in it. Raises TraceError for none, and for several runs."""
     names = sorted((item.name for item in folder.iterdir() if is_trace(item)), key=_number)
     if not names:
-        refuse_earlier(folder)
         raise TraceError(f"{folder}: no {MANIFEST_FILE} in it, so this is not a trace")
     first = locate(folder / names[0])
     if len(names) > 1 and _number(names[0])[0] == _number(names[-1])[0]:
@@ -376,19 +375,11 @@ def check_tables(trace: Trace) -> None:
 def _contents(path: Path) -> Contents:
     """The contents of the manifest of the trace at `path`. Raises TraceError where there is no trace."""
     if not (path / MANIFEST_FILE).exists():
-        refuse_earlier(path)
         check_source(path)
         if not path.is_dir():
             raise TraceError(f"{path}: a file; a trace is a folder")
         raise TraceError(f"{path}: no {MANIFEST_FILE} in it, so this is not a trace")
     return Contents.read(path)
-
-
-def refuse_earlier(path: Path) -> None:
-    """Raise TraceError where an earlier version recorded a trace and did not close it."""
-    for folder in (path, Path(f"{path}.recording"), path / "trace.recording"):
-        if folder.name.endswith(".recording") and any(folder.glob("*.arrow")):
-            raise TraceError(f"{folder} was recorded by an earlier version of tltlab: repair it with that one")
 
 
 def open_trace(path: Path, contents: Contents) -> Trace:
@@ -406,7 +397,6 @@ def open_trace(path: Path, contents: Contents) -> Trace:
             sound = files.keys() <= set(contents.parts or ())
             tables[name] = StoredTable.open(name, [*files.values()], sound=sound)
         elif name in REQUIRED_TABLES:
-            refuse_earlier(path)
             raise TraceError(f"{path / name}.parquet: missing; a trace has {' and '.join(REQUIRED_TABLES)}")
     rl_steps, manifest = _steps_of(tables), contents.manifest
     if contents.unfinished:

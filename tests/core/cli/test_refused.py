@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tltlab import files
-
 TRACES = Path(__file__).resolve().parents[3] / "traces"
 COSTS = "costs h100-qwen2.5-7b"
 
@@ -89,7 +87,6 @@ def sources(tmp_path_factory, monkeypatch):
     """A current folder of sources that no command can read."""
     folder = tmp_path_factory.mktemp("sources")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(files, "PIPE_S", 0.0)
     for name in ("folder", "locked"):
         Path(name).mkdir()
     for name in ("empty.csv", "file.csv"):

@@ -16,7 +16,7 @@ from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
-from tltlab.planning.claims import CLAIMS, difference
+from tltlab.planning.claims import CLAIMS
 from tltlab.planning.composition import LadderStep, System, length_aware
 from tltlab.planning.dispatch import stage_left
 from tltlab.planning.system_binding import bind, bind_assuming
@@ -52,22 +52,6 @@ def test_every_system_is_unique_and_sourced():
         assert all((claim.baseline, claim.setting, claim.source))
     unnamed = dict.fromkeys(("name", "title", "source", "algorithm"), "") | {"exact": (), "assumptions": ()}
     assert len({repr(replace(system, **unnamed)) for system in SYSTEMS.values()}) == len(SYSTEMS)
-
-
-@pytest.mark.parametrize(
-    ("found", "where"),
-    [((1.8, 1.6, 2.0), "within"), ((1.2, 1.1, 1.3), "below"), ((3.0, 2.5, 3.5), "above"), ((1.6, 1.4, 1.8), "open")],
-)
-def test_finding_lies_below_within_or_above_claim(found, where):
-    assert CLAIMS["tlt"].against(*found) == where
-
-
-def test_a_difference_names_what_of_the_workload_differs():
-    here = {"responses_per_worker": 256, "cap": 32768, "of_same": True}
-    assert difference(CLAIMS["tlt"], 1.8, 1.7, 1.9, **here) == "within the claim of 1.7 to 2.1 x VeRL (RL step)"
-    other = difference(CLAIMS["tlt"], 1.8, 1.7, 1.9, responses_per_worker=64, cap=1000, of_same=False)
-    for part in ("64 responses to a worker here, 256 there", "a cap of 1000 tokens here", "no RL step is known"):
-        assert part in other
 
 
 @pytest.mark.parametrize(

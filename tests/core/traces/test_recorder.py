@@ -370,16 +370,3 @@ def test_repair_on_full_disk_may_be_tried_again(tmp_path, monkeypatch):
         with refused(InputError):
             repair(tmp_path / "t")
     assert len(repair(tmp_path / "t").outcomes) == 4
-
-
-@pytest.mark.parametrize("name", ["t", "run", "t.recording"])
-def test_a_recording_of_an_earlier_version_is_refused(tmp_path, name):
-    for folder in ("t.recording", "run/trace.recording"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "000000-0123456789abcdef.arrow").touch()
-        Contents(manifest=MANIFEST).write(tmp_path / folder)
-    for work in (read, repair):
-        with refused(TraceError, naming=("recording", "earlier version")):
-            work(tmp_path / name)
-    with refused(TraceError, naming=("earlier version",)):
-        Recorder.reopen(tmp_path / "t", MANIFEST, 0)

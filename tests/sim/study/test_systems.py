@@ -97,7 +97,6 @@ def test_claims_stand_beside_figures_of_their_own_kind(found):
     assert found.loc["verl", "claim"] is None
     tlt = found.loc["tlt"]
     assert tlt["claim"]["speed_up"] == pytest.approx(1 / tlt["step_ratio"])
-    assert all(fact in tlt["claim"]["difference"] for fact in ("8 responses", "256", "600 tokens"))
     assert tlt["claim"]["interval"] == pytest.approx((1 / tlt["step_ratio_high"], 1 / tlt["step_ratio_low"]))
     assert found.loc["seer", "claim"]["speed_up"] == found.loc["seer", "tokens_per_s_ratio"]
     assert found.loc["das", "claim"]["speed_up"] == pytest.approx(1 / found.loc["das", "ratio"])
