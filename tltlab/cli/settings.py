@@ -1,12 +1,10 @@
-"""`tltlab settings`: every setting of a recipe with its default, its type and what it does; and JSON schemas."""
+"""`tltlab settings`: every setting of a recipe with its default, its type and what it does."""
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel
 
 from tltlab.config import WHOLE, settings_of
 from tltlab.console import Json, emit, table
@@ -18,9 +16,6 @@ def settings(
     section: Annotated[
         str | None, typer.Argument(help="A section of recipes, such as train, or policy. [default: all of a recipe]")
     ] = None,
-    schema: Annotated[
-        bool, typer.Option("--schema", help="Print a JSON schema, of recipes or of policy files, for editors.")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """List every setting of a recipe, or of one section, with its default, its type and what it does.
@@ -29,12 +24,6 @@ def settings(
     """
     from tltlab.runtime.recipe.recipe import Recipe
 
-    if schema:
-        model: type[BaseModel] = Policy if section == "policy" else Recipe
-        if section not in (None, WHOLE, "policy"):
-            raise ConfigError(f"a schema is of a recipe or of a policy, not of {section!r}")
-        print(json.dumps(model.model_json_schema(), indent=2))
-        return
     rows = settings_of(Policy, "policy") if section == "policy" else settings_of(Recipe)
     sections = [*dict.fromkeys(str(row["section"]) for row in rows), "policy"]
     if section not in (None, "policy"):

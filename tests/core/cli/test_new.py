@@ -78,14 +78,6 @@ def test_settings_lists_every_field_with_its_default(said):
     assert out.splitlines()[0] == "[eval]"
 
 
-@pytest.mark.parametrize(("section", "title"), [("recipe", "Recipe"), ("policy", "Policy")])
-def test_editors_get_a_schema(said, section, title):
-    schema = json.loads(said("settings", section, "--schema")[1])
-    assert schema["title"] == title
-    assert schema["additionalProperties"] is False
-    assert {"model", "selector"} & set(schema["required"])
-
-
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
