@@ -243,7 +243,7 @@ def test_your_own_vllm_gets_the_policy(checkout, monkeypatch, capsys):
     exec(blocks("README.md", "python")[2], {})
     selector = given["additional_config"]["tltlab"]["policy"]["selector"]
     assert load_policy("policy.json").selector.kind == selector["kind"]
-    assert "--speculative-config" in capsys.readouterr().out
+    assert "speculative_config" in capsys.readouterr().out
 
 
 def test_python_of_format_makes_valid_trace(checkout, capsys):
