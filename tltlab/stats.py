@@ -163,21 +163,6 @@ def mean_of_few(values: Sequence[float] | Floats, *, least_error: float = 0.0) -
     return Interval(estimate=mean, low=mean - margin, high=mean + margin, level=LEVEL, method="none")
 
 
-def mean_interval(values: Sequence[float] | Floats) -> Span:
-    """Student's interval of the mean of repeated measurements; (nan, nan) for a single one.
-
-    Raises ConfigError for no value and for values that are not finite.
-
-    >>> mean_interval([1.0, 1.0, 1.0])
-    (1.0, 1.0)
-    """
-    measured = np.asarray(values, np.float64)
-    if not len(measured) or not np.isfinite(measured).all():
-        raise ConfigError(f"an interval needs finite measurements, got {measured.tolist()}")
-    interval = mean_of_few(measured)
-    return interval.low, interval.high
-
-
 def non_overlapping_pairs(spans: Sequence[Span]) -> list[Pair]:
     """All pairs i < j whose intervals do not overlap; an unknown interval (nan) overlaps with everything.
 

@@ -31,7 +31,7 @@ from tltlab.own import split
 from tltlab.policies.policy import EXPLORE, Policy, load_policy
 from tltlab.sim.study.reduce import granted_text
 from tltlab.sim.study.study import PLAYED, SIMULATED, Cell, Study
-from tltlab.stats import kendall_tau, mean_interval, non_overlapping_pairs
+from tltlab.stats import kendall_tau, mean_of_few, non_overlapping_pairs
 from tltlab.traces import metrics
 from tltlab.traces.trace import read
 
@@ -184,8 +184,8 @@ class Agreement(Errors):
         rows = []
         for name, of_policy in rollouts.groupby("policy", sort=False):
             first = played.loc[of_policy.index[0]]
-            low, high = mean_interval(of_policy["measured_s"].to_numpy(np.float64))
-            means = {"measured_s": float(of_policy["measured_s"].mean()), "low": low, "high": high}
+            mean = mean_of_few(of_policy["measured_s"].to_numpy(np.float64))
+            means = {"measured_s": mean.estimate, "low": mean.low, "high": mean.high}
             row = {"policy": name, "drafters": first["drafters"], "acceptance": first["acceptance"], **means}
             for at, factor in (("", 1.0), ("_at_speed", of_policy["speed"])):
                 row[f"predicted{at}_s"] = float((of_policy["predicted_s"] * factor).mean())

@@ -13,7 +13,6 @@ from tltlab.errors import ConfigError
 from tltlab.stats import (
     intraclass_correlation,
     kendall_tau,
-    mean_interval,
     mean_of_few,
     non_overlapping_pairs,
     paired_interval,
@@ -137,17 +136,14 @@ def test_bad_input_is_a_sentence(a, b, options, message):
 
 def test_a_means_interval_covers_it_as_promised():
     rng = np.random.default_rng(0)
-    spans = [mean_interval(rng.normal(7.0, 2.0, 5)) for _ in range(2000)]
-    assert np.mean([low <= 7.0 <= high for low, high in spans]) == pytest.approx(0.95, abs=0.015)
+    spans = [mean_of_few(rng.normal(7.0, 2.0, 5)) for _ in range(2000)]
+    assert np.mean([span.low <= 7.0 <= span.high for span in spans]) == pytest.approx(0.95, abs=0.015)
 
 
-def test_a_mean_needs_two_finite_measurements():
-    low, high = mean_interval([3.0])
-    assert np.isnan([low, high]).all()
-    assert non_overlapping_pairs([(low, high), (9.0, 10.0)]) == []
-    for values in ([], [1.0, math.nan]):
-        with refused(ConfigError, naming=("finite",)):
-            mean_interval(values)
+def test_a_single_measurement_has_no_interval():
+    mean = mean_of_few([3.0])
+    assert np.isnan([mean.low, mean.high]).all()
+    assert non_overlapping_pairs([(mean.low, mean.high), (9.0, 10.0)]) == []
 
 
 def test_over_all_pairs_tau_is_the_usual_one():

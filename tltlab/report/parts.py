@@ -86,12 +86,8 @@ def findings_part(diagnosis: Diagnosis | TltlabError) -> Sequence[Block]:
         blocks = [Items(rows=tuple(rows))]
     good = "; ".join(check.good for check in diagnosis.good)
     blocks.append(Paragraph(text=f"Of {checks} checks these found nothing: {good or 'none'}."))
-    if diagnosis.not_checked:
-        blocks.append(PageTable(
-            caption="Checks that lacked data.", columns=("check", "why"), rows=diagnosis.not_checked,
-            text_columns=frozenset({0, 1}), summary=f"{len(diagnosis.not_checked)} checks that could not be made",
-        ))  # fmt: skip
-    return blocks
+    lacking = "; ".join(f"{name}: {why}" for name, why in diagnosis.not_checked)
+    return [*blocks, Paragraph(text=f"Checks that lacked data: {lacking or 'none'}.")]
 
 
 @titled("Events")
