@@ -207,7 +207,7 @@ def _about_systems(rows: Sequence[Mapping[str, Any]]) -> list[Part]:
 
 
 def _measured(result: Mapping[str, Any], path: Path) -> Page:
-    """Page of policies that were measured: the verdict, the picture beside the summary of a rehearsal, and the rows."""
+    """Page of policies that were measured: the verdict and the rows."""
     rows = [_in_words(row) for row in result["policies"]]
     values: dict[str, Any] = {}
     for row in rows:
@@ -224,12 +224,8 @@ def _measured(result: Mapping[str, Any], path: Path) -> Page:
         result.get("sentence")
         or f"Kendall tau of the simulator's order and the machine's: {tau}; median error {median}, worst {worst}."
     )
-    blocks: list[Block] = []
-    picture = Picture.of_png(path.with_name("picture.png"), alt=verdict, caption="What the table has in figures.")
-    if picture is not None and path.name == "summary.json":
-        blocks.append(picture)
-    blocks.append(records(rows, columns, caption="Result", text=text))
-    parts = (Section(title="Result", blocks=tuple(blocks)), _origin(result, {"policies", "sentence", "rounds"}))
+    table = records(rows, columns, caption="Result", text=text)
+    parts = (Section(title="Result", blocks=(table,)), _origin(result, {"policies", "sentence", "rounds"}))
     title = "Does the simulator's winner win on the machine?"
     return Page(title=title, subtitle=path.name, key_figures=(), parts=parts, verdict=verdict)
 

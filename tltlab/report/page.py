@@ -26,7 +26,6 @@ _MOST_INLINE = 200_000
 """Characters of SVG that stand in the page itself."""
 _CHART_IN = 8.0
 """Width in inches of the widest figure that stands beside another on a page."""
-_PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @frozen
@@ -52,17 +51,6 @@ class Picture:
             svg, source, names = "", data_uri(figure), ()
         return cls(source=source, svg=svg, names=names, alt=alt, caption=caption,
                    shape=shape or ("wide" if figure.get_figwidth() > _CHART_IN else "chart"))  # fmt: skip
-
-    @classmethod
-    def of_png(cls, path: Path, *, alt: str, caption: str) -> Picture | None:
-        """The picture in a PNG file, inside the page; None where there is none that can be read."""
-        try:
-            png = path.read_bytes()
-        except OSError:
-            return None
-        if not png.startswith(_PNG):
-            return None
-        return cls(source=f"data:image/png;base64,{base64.b64encode(png).decode()}", alt=alt, caption=caption)
 
 
 @frozen

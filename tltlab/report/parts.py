@@ -99,14 +99,9 @@ def events_part(run: Path) -> Sequence[Block]:
     rows = [(str(event.get("rl_step", "–")), str(event.get("event", ""))) for event in json_lines(path)]
     if not rows:
         raise Lacking("events.jsonl has no event")
-    shown, num_hidden = rows, 0
-    if len(rows) > _MOST_EVENTS:
-        half = _MOST_EVENTS // 2
-        shown, num_hidden = [*rows[:half], *rows[-half:]], len(rows) - 2 * half
-    summary = f"{len(rows)} events" + (f", {num_hidden} in the middle are left out here" if num_hidden else "")
     return [PageTable(
-        caption="From events.jsonl.", columns=("RL step", "event"), rows=tuple(shown), text_columns=frozenset({0, 1}),
-        summary=summary,
+        caption=f"The last {_MOST_EVENTS} at most, from events.jsonl.", columns=("RL step", "event"),
+        rows=tuple(rows[-_MOST_EVENTS:]), text_columns=frozenset({0, 1}), summary=f"{len(rows)} events",
     )]  # fmt: skip
 
 

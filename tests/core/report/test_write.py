@@ -302,23 +302,13 @@ def test_whole_rl_steps_decide_which_system_is_fastest(tmp_path):
     assert all(fact in verdict for fact in ("tlt", "RL step", "1.11x", "verl", "1.05 to 1.25", "draws only"))
 
 
-def test_a_rehearsals_summary_is_shown_with_its_picture(tmp_path, command):
+def test_a_rehearsals_summary_is_shown(tmp_path):
     told = {"policies": [{"policy": "a", "measured_s": 1.0, "error": 0.2}], "num_rounds": 3, "sentence": "a it is",
             "command": "tltlab rehearse t", "versions": {"vllm": "0.32.0"}}  # fmt: skip
-    summary = tmp_path / "summary.json"
-    write_json(summary, told)
-    assert parsed(render(report(summary))).images == []
-    (tmp_path / "picture.png").write_text("no picture")
-    assert parsed(render(report(summary))).images == []
-    save_figure(bars(["a"], [1.0], xlabel="s", title="t"), tmp_path / "picture.png")
-    assert command("report", summary)[0] == 0
-    text = (tmp_path / "summary.html").read_text()
-    (image,) = parsed(text).images
-    assert base64.b64decode(image["src"].partition(",")[2]) == (tmp_path / "picture.png").read_bytes()
-    assert image["alt"] == "a it is"
-    assert "<dt>num rounds</dt><dd>3</dd>" in text
-    assert "tltlab rehearse t" in text
-    assert "0.32.0" in text
+    write_json(tmp_path / "summary.json", told)
+    text = render(report(tmp_path / "summary.json"))
+    for fact in ("a it is", "<dt>num rounds</dt><dd>3</dd>", "tltlab rehearse t", "0.32.0"):
+        assert fact in text
 
 
 def test_what_is_no_run_and_no_comparison_is_refused(tmp_path, command):
