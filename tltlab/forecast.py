@@ -178,16 +178,11 @@ def _found(name: str, kind: Literal["model", "dataset"]) -> str:
         return f"{name}: not looked for, HF_HUB_OFFLINE is set"
     # Imported here: it takes long, and most models are folders.
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=HUB_S)
-    except HfHubHTTPError as error:
-        return f"{name}: the Hugging Face Hub refuses it ({one_line(error)[:120]})"
-    except HFValidationError:
-        return f"{name}: no such folder, and no name of the Hugging Face Hub"
-    except Exception as error:  # the HTTP library of huggingface_hub, and its errors, differ between releases
-        return f"{name}: the Hugging Face Hub cannot be reached from here ({type(error).__name__})"
+    except Exception as error:  # of huggingface_hub, or of its HTTP library
+        return f"{name}: not to be had from the Hugging Face Hub ({type(error).__name__}: {one_line(error)[:120]})"
     return f"{name}: on the Hugging Face Hub"
 
 

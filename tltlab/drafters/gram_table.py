@@ -7,9 +7,9 @@ taken for one, which costs a bad draft and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import numba
 import numpy as np
@@ -17,8 +17,6 @@ import numpy as np
 from tltlab.arrays import Array, Floats, Ints
 
 from .base import Draft
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 ENTRY = np.dtype([("name", np.uint64), ("token", np.int32), ("count", np.int32), ("total", np.int32)], align=True)
 """Of a gram: the token that followed it most often, how often, and how often any did; 0 is the name of a free slot.
@@ -31,12 +29,11 @@ STRETCH = 1 << 17
 """Slots by which the array of all tables grows, 3 MiB."""
 
 
-def _compiled(function: Function) -> Function:
+def _compiled(function: Any) -> Any:
     try:
-        compiled: Function = numba.njit(cache=True, nogil=True)(function)
+        return numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:  # no folder for compiled code may be written
-        compiled = numba.njit(nogil=True)(function)
-    return compiled
+        return numba.njit(nogil=True)(function)
 
 
 class GramTable:
@@ -196,7 +193,7 @@ def _slot(entries: Array, begin: int, slots: int, name: np.uint64) -> int:
 
 
 @_compiled
-def _entry(entries: Array, table: Ints, name: np.uint64) -> int:
+def _entry(entries: Array, table: Ints, name: np.uint64) -> Any:
     """The slot of an entry, which is made where there is none."""
     slot = _slot(entries, table[0], table[1], name)
     if entries[slot].name == np.uint64(0):
@@ -231,7 +228,7 @@ def _add(
     tables: Ints, entries: Array,
 ) -> int:  # fmt: skip
     """Add tokens from `at` on; return how far it came before a table would be too full."""
-    item = int(np.searchsorted(ends, at, side="right"))
+    item = np.searchsorted(ends, at, side="right")
     while at < len(tokens):
         while ends[item] <= at:
             item += 1

@@ -391,9 +391,6 @@ def arms_part(trace: Trace) -> Sequence[Block]:
     shown = sorted(counts.index[: _MOST_ARMS if len(counts) <= _MOST_ARMS else _MOST_ARMS - 1], key=_arm_order)
     table["arm"] = table["arm"].where(table["arm"].isin(shown), "other")
     arms = [*shown, *(["other"] if (table["arm"] == "other").any() else [])]
-    if len(arms) == 1:
-        only = f"Every one of {len(table):,} decisions was {arms[0]}: there was nothing to choose from."
-        return [Paragraph(text=only)]
     alt = ", ".join(f"{name} {num / len(table):.0%}" for name, num in counts.items())
     if len(trace.rl_steps) > 1:
         across, xlabel, heading = table["rl_step"], "RL step", "Choices over the run"
@@ -498,8 +495,7 @@ def lengths_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Sequence[Bl
             for name, key in (("longest", "max_tokens"), ("95th percentile", "p95_tokens"), ("median", "p50_tokens"))
         }
         figure = lines(over, xlabel="RL step", ylabel="tokens", title="Lengths over the run")
-        trained = trace.manifest.kind != "simulated"
-        caption = "How lengths changed while the model was trained." if trained else "Lengths of each RL step."
+        caption = "Lengths of each RL step."
         alt = "Median, 95th percentile and longest response of each RL step."
         blocks.append(Picture.of(figure, alt=alt, caption=caption))
     return blocks
@@ -574,8 +570,7 @@ def _step_pictures(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
         at, seconds = by_policy.setdefault(row["policy"] or "rollout", ([], []))
         at.append(row["rl_step"])
         seconds.append(row["rollout_s"])
-    title = "Rollout time" + (" by policy" if len(by_policy) > 1 else "")
-    figure = lines(by_policy, xlabel="RL step", ylabel="seconds", title=title)
+    figure = lines(by_policy, xlabel="RL step", ylabel="seconds", title="Rollout time by policy")
     caption = (
         "Seconds of rollout. Rows of different RL steps had different responses: compare policies on the same ones "
         "(tltlab compare) before you trust a difference."
@@ -610,9 +605,8 @@ def off_policy_part(trace: Trace) -> Sequence[Block]:
 
 
 def side_by_side_parts(first: Trace, second: Trace, *, names: tuple[str, ...]) -> tuple[Part, ...]:
-    """Two runs in the same charts: an RL step of each on one time axis, figures over RL steps, and lengths."""
-    traces = dict(zip(names, (first, second), strict=True))
-    return (timelines_part(first, second, names), _both_over(traces), _both_lengths(traces))
+    """Two runs in the same charts: an RL step of each on one time axis, and figures over RL steps."""
+    return (timelines_part(first, second, names), _both_over(dict(zip(names, (first, second), strict=True))))
 
 
 @titled("Over the run")
@@ -649,13 +643,3 @@ def timelines_part(first: Trace, second: Trace, names: tuple[str, ...]) -> Seque
     caption = "The RL step that both have whose rollout is of median length, on the same time axis."
     alt = f"One lane per worker over an RL step of {names[0]}, and below on the same axis of {names[1]}."
     return [Picture.of(figure, alt=alt, caption=caption)]
-
-
-@titled("Response lengths")
-def _both_lengths(traces: Mapping[str, Trace]) -> Sequence[Block]:
-    drawn = {name: _lengths(trace) for name, trace in traces.items() if trace.num_rows("outcomes")}
-    if not drawn:
-        raise Lacking("neither has responses")
-    longest = "; ".join(f"{name}: the longest has {lengths[-1]:,.0f} tokens" for name, lengths in drawn.items())
-    alt = f"Share of responses longer than a number of tokens. {longest}."
-    return [Picture.of(_longer_than(drawn), alt=alt, caption=f"{longest}.")]
