@@ -37,7 +37,7 @@ class DataOrder:
         >>> order = DataOrder(4, seed=0)
         >>> order.again(order.take(2)[:1])
         >>> order.take(3)
-        [(0, 3), (0, 1), (0, 2)]
+        [(0, 1), (0, 3), (0, 2)]
         """
         again = [number for epoch, number in batch if epoch == self.epoch]
         self._again += again

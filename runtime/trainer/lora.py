@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tltlab.errors import ConfigError, one_line
 from tltlab.runtime.recipe.sections import LoraConfig
 
-from .trainer import WholeTensors, decoder_layers, local_part, whole_tensor
+from .whole import WholeTensors, decoder_layers, local_part, whole_tensor
 
 _NAME = "default"
 """peft's name of the only adapter."""

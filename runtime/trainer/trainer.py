@@ -44,7 +44,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError, RunError, one_line, refuse
@@ -55,7 +54,6 @@ from tltlab.runtime.engine.weights import (
     BucketSlots,
     Engines,
     ModelMemory,
-    TensorMeta,
     WeightSource,
     load_buckets,
     write_adapter,
@@ -77,6 +75,7 @@ from .losses import (
 )
 from .ranks import device_of, make_deterministic, meet, micro_batches, own_micro_batches, sequence_groups
 from .samples import Pair, Sample, TrainingValues, UpdateBatch, minibatches_of, pairs_of, share_out
+from .whole import WholeTensors, decoder_layers, local_part, whole_tensor
 
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""
@@ -941,11 +940,6 @@ def _decay_groups(policy: nn.Module, config: TrainConfig) -> list[dict[str, Any]
     return [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers of a Hugging Face model."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
 def check_trainable(config: PretrainedConfig, model: str, sequence_parallel: int) -> None:
     """Raise ConfigError for a model with attention or logits that the trainer does not compute."""
     heads = config.num_attention_heads
@@ -961,49 +955,6 @@ def check_trainable(config: PretrainedConfig, model: str, sequence_parallel: int
     for name in _OTHER_LOGITS:
         if getattr(config, name, None) not in (None, 1.0):
             raise ConfigError(f"{model}: the trainer does not support {name}, which changes its logits: choose another")
-
-
-class WholeTensors:
-    """Parameters and persistent buffers of a model by name, gathered one by one; floating ones in `dtype`.
-
-    Tied tensors come once. All ranks of a sharded model iterate in step, and each gets the gathered tensor, on its
-    device. `names` selects some. A `weights.WeightSource`.
-    """
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype, names: Sequence[str] | None = None) -> None:
-        self._module, self._dtype, self._names = module, dtype, names
-
-    def metadata(self) -> list[TensorMeta]:
-        """Describe the tensors to come, without gathering them."""
-        return [TensorMeta(name, self._dtype_of(tensor), tuple(tensor.shape)) for name, tensor in self._tensors()]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._tensors():
-            yield name, self._whole(name, tensor.detach()).to(self._dtype_of(tensor))
-
-    def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        return whole_tensor(tensor)
-
-    def _state(self) -> dict[str, Tensor]:
-        return self._module.state_dict(keep_vars=True)
-
-    def _tensors(self) -> list[tuple[str, Tensor]]:
-        state = self._state()
-        first = {id(tensor): name for name, tensor in reversed(state.items())}
-        return [(name, state[name]) for name in self._names or state if first[id(state[name])] == name]
-
-    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
-        return self._dtype if tensor.is_floating_point() else tensor.dtype
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor gathered, any other as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, any other whole."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 LOGITS_AT_A_TIME = 1 << 26

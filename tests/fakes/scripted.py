@@ -238,9 +238,9 @@ class ScriptedPolicy(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.full((1,), -0.5))
         self.tokens = 0
 
-    def forward(self, batch: PackedTokens, whole: bool = False) -> torch.Tensor:
+    def forward(self, batch: PackedTokens, whole: bool = False, entropy: bool = False) -> torch.Tensor:
         self.tokens += batch.token_ids.numel()
-        return self.weight * torch.ones(len(batch.rows))
+        return self.weight * torch.ones(len(batch.rows), *[2] * entropy)
 
 
 class ScriptedTrainer(Trainer):

@@ -54,7 +54,9 @@ class GramTable:
         self._entries = np.zeros(0, ENTRY)
         # Where free slots begin, by how many there are together.
         self._free: dict[int, set[int]] = {}
-        # Compiled, or loaded, before an engine waits for it.
+
+    def warm_up(self) -> None:
+        """Compile the loops, or load them, which takes seconds at most once on a machine."""
         self.add([])
         self.propose([], [])
 

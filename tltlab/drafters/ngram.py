@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
 from tltlab.errors import ConfigError
@@ -64,10 +65,15 @@ class NgramDrafter(IndexedDrafter):
         self._bytes_per_token = (max_match - min_match + 1) * BYTES_PER_GRAM + BYTES_PER_WAITING
         self.forget()
 
-    def forget(self) -> None:
+    @cached_property
+    def _table(self) -> GramTable:
+        # Imported here: it imports a compiler.
         from .gram_table import GramTable
 
-        self._table = GramTable(self.min_match, self.max_match)
+        return GramTable(self.min_match, self.max_match)
+
+    def forget(self) -> None:
+        self.__dict__.pop("_table", None)
         self._groups: dict[tuple[int, str] | Key, _Group] = {}
         self._running: dict[Key, _NgramRequest] = {}
         self._has_backlog = False
@@ -76,6 +82,7 @@ class NgramDrafter(IndexedDrafter):
 
     def begin(self, rl_step: int) -> None:
         """Drop the groups of earlier RL steps, except those in which a request is still open."""
+        self._table.warm_up()
         used = {self._name(key) for key in self._running}
         for name in [name for name in self._groups if name[0] < rl_step and name not in used]:
             self._groups.pop(name).drop()
@@ -133,6 +140,8 @@ class NgramDrafter(IndexedDrafter):
     @property
     def memory_bytes(self) -> int:
         """About; from the number of entries."""
+        if not self._groups:
+            return 0
         return self._table.nbytes + sum(group.waiting_bytes for group in self._groups.values())
 
     def _name(self, key: Key) -> tuple[int, str] | Key:

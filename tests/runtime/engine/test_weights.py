@@ -14,7 +14,7 @@ from tests.refused import refused
 from tltlab.errors import RunError
 from tltlab.runtime.engine.vllm import starting
 from tltlab.runtime.engine.weights import BucketSlots, Engines, MappedMemory, ModelMemory, WeightBucket
-from tltlab.runtime.trainer.trainer import WholeTensors
+from tltlab.runtime.trainer.whole import WholeTensors
 
 KIB = 1 << 10
 

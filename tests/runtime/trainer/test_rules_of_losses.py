@@ -16,6 +16,7 @@ from tltlab.files import found_in
 from tltlab.runtime.recipe.checks import objective
 from tltlab.runtime.recipe.sections import OBJECTIVES, TrainConfig
 from tltlab.runtime.recipe.user_code import code_of
+from tltlab.runtime.trainer.advantages import EPSILON
 from tltlab.runtime.trainer.losses import RULES, kl_estimate
 from tltlab.runtime.trainer.trainer import Trainer
 
@@ -66,7 +67,7 @@ def plain(config, data):
     total = 0.0
     for i, length in enumerate(LENGTHS):
         group = [r for r, g in zip(shaped, GROUPS, strict=True) if g == GROUPS[i]]
-        advantage = (shaped[i] - np.mean(group)) / np.std(group, ddof=1)
+        advantage = (shaped[i] - np.mean(group)) / (np.std(group, ddof=1) + EPSILON)
         new, old, engine, ref, entropy = (data[name][i] for name in ("new", "old", "engine", "ref", "entropy"))
         base = engine if config.correction == "behaviour" else old
         for t in range(length):
