@@ -29,6 +29,7 @@ from tltlab.runtime.run.grpo import RunActors
 from tltlab.runtime.run.memory import Peak
 from tltlab.runtime.trainer.attention import ALONE
 from tltlab.runtime.trainer.group import TrainerGroup
+from tltlab.runtime.trainer.losses import load_objective
 from tltlab.runtime.trainer.trainer import PackedTokens, Trainer
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -253,7 +254,7 @@ class ScriptedTrainer(Trainer):
         self.data_ranks, self.data_rank = self.world, 0
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.policy: Any = ScriptedPolicy()
-        self.reference = None
+        self.reference, self._objective = None, load_objective(recipe.train.objective, recipe.train)
         self.optimizer = torch.optim.AdamW(self.policy.parameters())
         self.steps = 0
         self._work = Peak(self.device)

@@ -94,7 +94,7 @@ def test_each_row_is_its_plain_formula(settings):
     config = TrainConfig(**settings)
     for seed in range(3):
         data = batch(seed)
-        assert loss_of(config, data) == pytest.approx(plain(config, data), rel=1e-6, abs=1e-12)
+        assert loss_of(config, data) == pytest.approx(plain(config, data), rel=1e-6, abs=1e-7)
 
 
 def test_which_clipped_tokens_have_a_gradient():
