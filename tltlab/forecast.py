@@ -1,4 +1,4 @@
-"""Forecast of a recipe's run: seconds and hours, host memory and disk."""
+"""Forecast of a recipe's run: seconds and hours, host memory, disk, and whether model and data can be had."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -37,6 +37,8 @@ TRAINER_BYTES = 12
 """Bytes of a parameter in a checkpoint: float32 weights and two moments."""
 TOKEN_BYTES = 8
 """Bytes of a recorded token in a trace, at most: its number and its log-probability."""
+HUB_S = 5.0
+"""Seconds that the Hugging Face Hub may take to answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ class Forecast:
     """The forecast; sizes are bytes, `*_here` those of this machine.
 
     `unknown` has the reason where no RL step can be timed. `disk_bytes` holds the checkpoints that are kept and, at
-    most, the trace of all RL steps.
+    most, the trace of all RL steps. `parts` are the model and the data with what was found of each.
     """
 
     times: tuple[StepTime, ...]
@@ -65,6 +67,7 @@ class Forecast:
     host_bytes_here: float
     disk_bytes: float
     disk_bytes_here: float
+    parts: tuple[tuple[str, str], ...]
     command: str
 
     def as_json(self) -> dict[str, Any]:
@@ -73,10 +76,9 @@ class Forecast:
 
     def text(self) -> str:
         """The forecast for people."""
-        rows = [
-            ("host memory", _needed(self.host_bytes, self.host_bytes_here, "on the fullest host")),
-            ("disk", _needed(self.disk_bytes, self.disk_bytes_here, "at most, of checkpoints and trace")),
-        ]
+        rows = [(name, found) for name, found in self.parts]
+        rows.append(("host memory", _needed(self.host_bytes, self.host_bytes_here, "on the fullest host")))
+        rows.append(("disk", _needed(self.disk_bytes, self.disk_bytes_here, "at most, of checkpoints and trace")))
         rows += [("RL step", f"not simulated: {self.unknown}")] if self.unknown else []
         lines = ["before it starts", table([], rows, left=2, indent=2)]
         if self.times:
@@ -96,8 +98,8 @@ def forecast(recipe: Recipe, plan: RunPlan, out: Path, command: str, lengths: Pa
     """Forecast a run of `recipe`, whose plan is `plan`, in the folder `out`; `command` starts the run.
 
     RL steps are simulated as synchronous ones, with the responses of the file `lengths` (None: of each regime, cut at
-    the recipe's cap) and the usual acceptance of each drafter. Nothing is started or written. Raises what `read` does
-    for `lengths`.
+    the recipe's cap) and the usual acceptance of each drafter. The Hugging Face Hub is asked for a model and a dataset
+    that are not here. Nothing is started or written. Raises what `read` does for `lengths`.
     """
     times: tuple[StepTime, ...] = ()
     unknown = None
@@ -118,6 +120,7 @@ def forecast(recipe: Recipe, plan: RunPlan, out: Path, command: str, lengths: Pa
         host_bytes_here=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         disk_bytes=float(checkpoints + recipe.train.steps * tokens * TOKEN_BYTES),
         disk_bytes_here=float(shutil.disk_usage(folder).free),
+        parts=(("model", _found(recipe.model, "model")), ("data", _found(recipe.data.train, "dataset"))),
         command=command,
     )
 
@@ -165,6 +168,22 @@ def _timed(recipe: Recipe, name: str, trace: Trace) -> StepTime:
     ends = None if evidence is None else evidence.interval(rollout_s, speculates=drafts)
     low_s, high_s = (None, None) if ends is None else (step_s - rollout_s + end for end in ends)
     return StepTime(lengths=name, rollout_s=rollout_s, step_s=step_s, low_s=low_s, high_s=high_s)
+
+
+def _found(name: str, kind: Literal["model", "dataset"]) -> str:
+    """Where a model or a dataset is: here, on the Hugging Face Hub, or nowhere that was looked at."""
+    if Path(name).exists():
+        return f"{name}: here"
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return f"{name}: not looked for, HF_HUB_OFFLINE is set"
+    # Imported here: it takes long, and most models are folders.
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().repo_info(name, repo_type=kind, timeout=HUB_S)
+    except Exception as error:  # of huggingface_hub, or of its HTTP library
+        return f"{name}: not to be had from the Hugging Face Hub ({type(error).__name__}: {one_line(error)[:120]})"
+    return f"{name}: on the Hugging Face Hub"
 
 
 def _needed(num_bytes: float, here: float, of: str) -> str:

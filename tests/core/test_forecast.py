@@ -1,4 +1,4 @@
-"""A dry run's forecast: hours of the run by lengths, and what memory and disk it needs."""
+"""A dry run's forecast: hours of the run by lengths, what memory and disk it needs, whether its parts can be had."""
 
 import json
 import re
@@ -12,6 +12,11 @@ from tltlab.runtime.recipe.dry_run import plan_of
 from tltlab.runtime.recipe.recipe import load_recipe
 
 SMALLER = ["rollout.prompts_per_step=8", "rollout.max_response_tokens=2048", "train.minibatches=2"]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture
@@ -73,6 +78,13 @@ def test_disk_holds_checkpoints_and_trace(tmp_path):
     assert few.disk_bytes_here > 0
 
 
+def test_a_model_that_is_here_is_found(small_model):
+    recipe = load_recipe("cpu", [f"model={small_model}"])
+    parts = dict(forecast(recipe, plan_of(recipe), Path("runs/run"), "").parts)
+    assert parts["model"].endswith("here")
+    assert "HF_HUB_OFFLINE" in dict(forecast_of().parts)["model"]
+
+
 def test_the_dry_run_ends_with_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     line = ("train", "qwen2.5-7b-tlt", *SMALLER, "--dry-run")
@@ -81,7 +93,7 @@ def test_the_dry_run_ends_with_the_command(tmp_path, monkeypatch, capsys):
     assert out.splitlines()[-1] == f"next: tltlab train qwen2.5-7b-tlt --out runs/run {' '.join(SMALLER)}"
     code, out, _ = typed(capsys, *line, "--json")
     ahead = json.loads(out)["forecast"]
-    assert {"times", "unknown", "host_bytes", "disk_bytes", "command"} <= set(ahead)
+    assert {"times", "unknown", "host_bytes", "disk_bytes", "parts", "command"} <= set(ahead)
     assert not list(tmp_path.rglob("run.json"))
 
 
