@@ -54,14 +54,20 @@ _PURPOSES = {
 }
 """First line of each command's help; a command of another package has none here."""
 _GONE = {
+    "advise": "`tltlab what-if` estimates the benefit of training the drafter",
+    "completion": "`tltlab --install-completion` sets the shell up, `tltlab --show-completion` prints the script",
     "experiment": "`tltlab bench` measures on engines, in a clone (batch-size, systems, drafter), and notebook 09 "
     "simulates TLT's published set-ups",
+    "map": "`tltlab compare` takes lists of values, and notebook 08 draws which family pays where",
     "sweep": "`tltlab compare` takes lists, such as --workers 4,8 --gpus 8xH100,8xB200",
+    "off-policy": "decisions.parquet of a trace has the propensities that such estimates are computed from",
 }
 """Commands of the release before, and what replaces them."""
 _GONE_OPTIONS = {
     ("compare", "--search"): "`tltlab compare --systems all` has every system, --placement another order",
     ("compare", "--claims"): "--json has each system's `claim`",
+    ("compare", "--ranges"): "`tltlab what-if` has the 90 % range",
+    ("compare", "--no-ranges"): "no range of ranks is made any more",
 }
 """Options of the release before, and what replaces them."""
 _BROUGHT_BY = {"zmq": "pyzmq", "torch": "vllm", "tokenizers": "transformers", "huggingface_hub": "transformers"}

@@ -30,12 +30,14 @@ _NEWTON_STEPS = 10
 def _written_out(costs: Any, info: ValidationInfo) -> Any:
     """Content of the file that `costs` names, so that a policy is whole anywhere; other values as they are.
 
-    The file is looked up in the folder that the validation's context names, the policy file's, then in the current one.
+    The file is looked up in the folder that the validation's context names, the policy file's, then in the current one,
+    then in those above the first.
     """
     if not isinstance(costs, str) or costs in presets():
         return costs
-    places = (Path(folder) / costs for folder in ((info.context or {}).get("folder", "."), "."))
-    path = next(filter(Path.is_file, places), None)
+    beside = Path((info.context or {}).get("folder", ".")).resolve()
+    places = (folder / costs for folder in (beside, Path.cwd(), *beside.parents))
+    path = next((path for path in places if path.is_file()), None)
     if path is None:
         return costs
     try:
