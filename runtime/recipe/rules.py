@@ -250,7 +250,7 @@ def uncorrected_sampling(recipe: Sections) -> Iterator[str]:
 
 
 NOTES = (uneven_minibatches, uncorrected_sampling, long_warmup)
-"""What a dry run and a run's log say of settings that are allowed."""
+"""Notes in a dry run and in a run's log on settings that are allowed."""
 
 
 def notes_of(recipe: Sections) -> Iterator[str]:

@@ -174,7 +174,7 @@ def find_source(
         final = (path / "checkpoints" / "final").resolve()
         data, from_folders = recipe.get("data", {}), recipe.get("code") or ()
         heldout = data.get("heldout")
-        # Of several held-out sets the first.
+        # The first of several held-out sets.
         heldout = next(iter(heldout.values()), None) if isinstance(heldout, dict) else heldout
         paths = {
             "model": final if final.is_dir() else recipe.get("model"),
