@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 import math
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -46,47 +45,24 @@ class FinishedText:
     num_trees: int
 
 
-@dataclass(slots=True)
-class _ProblemHistory:
-    """History of a problem: its texts, the newest RL step it was seen in, tokens it ever had accepted."""
-
-    rl_step: int
-    accepted: int = 0
-    num_running: int = 0
-    keys: dict[Key, None] = field(default_factory=dict)
-
-
 class History:
     """Finished responses in the order they finished, `texts`, of at most `max_bytes`.
 
-    Prompts are held once. The owner evicts what exceeds the budget (`evictable`): first the oldest visits of problems
-    that were seen again since, so that many problems keep something; then whole problems, those seen longest
-    ago first, among equals those that ever had the fewest tokens accepted. Problems with a running request go last.
+    Prompts are held once. The owner evicts what exceeds the budget (`evictable`): the oldest visits of prompts first,
+    those of prompts with a running request last.
     """
 
     def __init__(self, max_bytes: float) -> None:
         self.max_bytes = max_bytes
         self.texts: dict[Key, FinishedText] = {}
         self.num_bytes = 0
-        self._problems: dict[str, _ProblemHistory] = {}
         self._prompts: dict[bytes, tuple[bytes, int]] = {}
-
-    def opened(self, key: Key) -> None:
-        """A request of this name runs from now on."""
-        self._problem(key).num_running += 1
-
-    def closed(self, key: Key) -> None:
-        """It is over."""
-        problem = self._problems[key[1]]
-        problem.num_running -= 1
-        self._drop_if_unused(key[1], problem)
 
     def add(self, key: Key, prompt: bytes, response: Tokens, num_trees: int) -> FinishedText:
         """Hold a text, which is returned, until as many trees have released it."""
         prompt, users = self._prompts.get(prompt, (prompt, 0))
         self._prompts[prompt] = prompt, users + 1
         text = self.texts[key] = FinishedText(prompt, response, num_trees)
-        self._problem(key).keys[key] = None
         self.num_bytes += TEXT_BYTES + response.nbytes + (0 if users else len(prompt))
         return text
 
@@ -101,52 +77,19 @@ class History:
         if users > 1:
             self._prompts[prompt] = prompt, users - 1
         self.num_bytes -= TEXT_BYTES + text.response.nbytes + (0 if users > 1 else len(prompt))
-        problem = self._problems[key[1]]
-        del problem.keys[key]
-        self._drop_if_unused(key[1], problem)
 
-    def evictable(self) -> Iterator[list[Key]]:
-        """The texts of one visit or problem after the other, to be released at once, until the budget has some room."""
+    def evictable(self, running: Iterable[Key]) -> Iterator[list[Key]]:
+        """The texts of one visit after the other, to be released at once, until the budget has some room."""
         if self.num_bytes <= self.max_bytes:
             return
         visits: dict[tuple[int, str], list[Key]] = {}
         for key in self.texts:
-            problem = self._problems[key[1]]
-            if key[0] < problem.rl_step and not problem.num_running:
-                visits.setdefault(key[:2], []).append(key)
-        for keys in visits.values():
+            visits.setdefault(key[:2], []).append(key)
+        used = {key[1] for key in running}
+        for visit in sorted(visits, key=lambda visit: (visit[1] in used, visit[0])):
             if self.num_bytes <= LOW * self.max_bytes:
                 return
-            yield keys
-        problems = self._problems.items()
-        order = sorted((p.num_running > 0, p.rl_step, p.accepted, prompt_id) for prompt_id, p in problems)
-        for *_, prompt_id in order:
-            if self.num_bytes <= LOW * self.max_bytes:
-                return
-            yield list(self._problems[prompt_id].keys)
-
-    def note_accepted(self, prompt_id: str, num_tokens: int) -> None:
-        """A draft for a request of the problem had so many tokens accepted."""
-        problem = self._problems.get(prompt_id)
-        if problem is not None:
-            problem.accepted += num_tokens
-
-    @property
-    def accepted(self) -> dict[str, int]:
-        """Tokens that each problem with texts ever had accepted, where there are any."""
-        problems = sorted(self._problems.items())
-        return {name: problem.accepted for name, problem in problems if problem.accepted and problem.keys}
-
-    def _problem(self, key: Key) -> _ProblemHistory:
-        problem = self._problems.get(key[1])
-        if problem is None:
-            problem = self._problems[key[1]] = _ProblemHistory(rl_step=key[0])
-        problem.rl_step = max(problem.rl_step, key[0])
-        return problem
-
-    def _drop_if_unused(self, prompt_id: str, problem: _ProblemHistory) -> None:
-        if not problem.keys and not problem.num_running:
-            del self._problems[prompt_id]
+            yield visits[visit]
 
 
 def _as_list(tokens: Waiting) -> list[int]:
@@ -328,10 +271,9 @@ class SuffixDrafter(IndexedDrafter):
     after the longest match a draft can have `max_draft` tokens.
 
     `history_mib` bounds what finished responses take, in MiB; None is no bound. A quarter of it is for texts: over that
-    problems' older visits leave, then problems, those seen longest ago first, among equals those that ever had the
-    fewest tokens accepted. The rest is for trees. A problem's tree is built when a request of it is opened; unused
-    trees are dropped first, then the oldest responses leave trees in use, and their texts stay. Running responses
-    and prompts come on top.
+    the responses to a prompt of the oldest RL step leave first, those to prompts of running requests last. The rest is
+    for trees. A problem's tree is built when a request of it is opened; unused trees are dropped first, then the oldest
+    responses leave trees in use, and their texts stay. Running responses and prompts come on top.
 
     Time: about 2 us per token inserted and 4 us per look-up and tree; a problem that recurs pays for its window.
     Text is inserted when its tree is next searched: what never is costs nothing. Memory: 0.2 to 0.4 kB per token in a
@@ -400,7 +342,6 @@ class SuffixDrafter(IndexedDrafter):
         prompt = np.array(tokens, dtype=np.int32)
         if key in self._history.texts:
             self._take_out([key])
-        self._history.opened(key)
         names = [_name(scope, key) for scope in self.scopes]
         for name in names:
             tree = self._tree(name)
@@ -455,9 +396,7 @@ class SuffixDrafter(IndexedDrafter):
         return self._used.values()
 
     def observe(self, key: Key, num_drafted: int, num_accepted: int) -> None:
-        if num_accepted:
-            self._history.note_accepted(key[1], num_accepted)
-        request = self._running.get(key) if self.length == "doubling" else None
+        request = self._running.get(key)
         if request is not None and num_drafted:
             width = request.width * 2 if num_accepted >= num_drafted else request.width // 2
             request.width = min(max(width, WIDTHS[0]), WIDTHS[1])
@@ -465,13 +404,6 @@ class SuffixDrafter(IndexedDrafter):
     def observe_all(self, verified: Sequence[tuple[Key, int, int]]) -> None:
         if self.length == "doubling":
             super().observe_all(verified)
-            return
-        accepted: Counter[str] = Counter()
-        for key, _, num_accepted in verified:
-            accepted[key[1]] += num_accepted
-        for prompt_id, num_tokens in accepted.items():
-            if num_tokens:
-                self._history.note_accepted(prompt_id, num_tokens)
 
     def close(self, key: Key) -> None:
         request = self._running.pop(key)
@@ -487,7 +419,6 @@ class SuffixDrafter(IndexedDrafter):
             if name[0] == "request":
                 self._drop(name)
         self._finish(key, request.text[1 : request.start].tobytes(), response)
-        self._history.closed(key)
         self._keep_budget()
 
     def remember(self, key: Key, prompt: Sequence[int], response: Sequence[int]) -> None:
@@ -522,8 +453,7 @@ class SuffixDrafter(IndexedDrafter):
     def state_dict(self) -> dict[str, Any]:
         """The finished responses that some tree holds, in the order they finished, as JSON types; none that runs.
 
-        `responses` has rows [rl_step, prompt_id, sample, turn, index into `prompts`, tokens]; `accepted` are the tokens
-        that problems ever had accepted.
+        `responses` has rows [rl_step, prompt_id, sample, turn, index into `prompts`, tokens].
         """
         prompts: dict[bytes, int] = {}
         rows = [
@@ -531,7 +461,7 @@ class SuffixDrafter(IndexedDrafter):
             for key, text in self._history.texts.items()
         ]
         unpacked = [np.frombuffer(prompt, np.int32).tolist() for prompt in prompts]
-        return {"rl_step": self._rl_step, "prompts": unpacked, "responses": rows, "accepted": self._history.accepted}
+        return {"rl_step": self._rl_step, "prompts": unpacked, "responses": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Forget everything, then learn what `state_dict` gave: this drafter's, or one's with other settings, or {}.
@@ -543,8 +473,6 @@ class SuffixDrafter(IndexedDrafter):
         self._rl_step = state.get("rl_step", 0)
         for rl_step, prompt_id, sample, turn, prompt, response in state.get("responses", ()):
             self.remember((rl_step, prompt_id, sample, turn), state["prompts"][prompt], response)
-        for prompt_id, num_tokens in state.get("accepted", {}).items():
-            self._history.note_accepted(prompt_id, num_tokens)
 
     def _tree(self, name: _Name) -> TextTree:
         tree = self._trees.get(name)
@@ -596,7 +524,7 @@ class SuffixDrafter(IndexedDrafter):
                 self._history.release(key)
 
     def _keep_budget(self) -> None:
-        for keys in self._history.evictable():
+        for keys in self._history.evictable(self._running):
             self._take_out(keys)
         if self._held_bound <= self._most_tokens or self._make_room() >= 0:
             return

@@ -102,14 +102,13 @@ def test_what_is_remembered_twice_counts_once():
     assert drafter.propose(LATER, 1).expected == pytest.approx(1 / 3)
 
 
-def step(drafter, rl_step, problems, num_tokens=400, samples=2, accepted=()):
-    """An RL step: `samples` responses to each problem, random except problem and sample; those `accepted` drafts."""
+def step(drafter, rl_step, problems, num_tokens=400, samples=2):
+    """An RL step: `samples` responses to each problem, random except problem and sample."""
     drafter.begin(rl_step)
     for prompt_id in problems:
         keys = [(rl_step, prompt_id, sample, 0) for sample in range(samples)]
         for key in keys:
             told(drafter, key, text_of(prompt_id, key[2], num_tokens), prompt=[7, 8, 9])
-            drafter.observe(key, 4, 4 * (prompt_id in accepted))
         drafter.catch_up()
         for key in keys:
             drafter.close(key)
@@ -164,24 +163,24 @@ def test_a_problem_that_recurs_is_drafted_as_before():
         assert found[0].tokens == text_of(f"p{n}", 1)[110:118].tolist()
 
 
-def test_old_problems_leave_first_then_the_least_accepted():
+def test_the_oldest_visits_leave_first_those_of_running_prompts_last():
     # Texts of two responses take 5.3 kB: eight problems fit into a quarter of 0.17 MiB.
     drafter = SuffixDrafter(history_mib=0.17)
-    step(drafter, 0, "abcd", accepted="ac")
+    step(drafter, 0, "abcd")
     step(drafter, 1, "efgh")
     assert remembered(drafter) == list("abcdefgh")
-    step(drafter, 2, "a")
-    assert set(remembered(drafter)) == set("acdefgh"), "b never had a draft accepted"
-    step(drafter, 3, "i")
-    assert set(remembered(drafter)) == set("acdefghi")
-    assert [row[0] for row in drafter.state_dict()["responses"] if row[1] == "a"] == [2, 2], "a's first visit left"
-    step(drafter, 4, "jk")
-    assert set(remembered(drafter)) == set("aefghijk"), "d and then c: a was seen again"
+    drafter.open((2, "a", 0, 0), [7, 8, 9])
+    step(drafter, 2, "i")
+    assert set(remembered(drafter)) == set("acdefghi"), "a runs"
+    drafter.close((2, "a", 0, 0))
+    step(drafter, 3, "jk")
+    assert (0, "a") not in {tuple(row[:2]) for row in drafter.state_dict()["responses"]}
+    assert set("efghijk") <= set(remembered(drafter))
     state = json.loads(json.dumps(drafter.state_dict()))
     restored = SuffixDrafter(history_mib=0.17)
     restored.load_state_dict(state)
     for one in (drafter, restored):
-        step(one, 5, "lmn")
+        step(one, 5, "mno")
     assert restored.state_dict() == drafter.state_dict()
 
 
