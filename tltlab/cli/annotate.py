@@ -24,7 +24,6 @@ from tltlab.config import faults
 from tltlab.console import Json, emit, table
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, NETWORK, Drafters, DrafterTraits, ModelFreeSpec, OwnDrafter
 from tltlab.errors import ConfigError, InputError
-from tltlab.files import new_file
 from tltlab.importers.sources import read
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import Contents
@@ -148,40 +147,19 @@ def _learned(method: str, folder: str, target: Path | None) -> Annotator:
 
 @contextmanager
 def _acceptance_file(source: Trace, path: Path, drafters: Mapping[str, DrafterTraits]) -> Iterator[TableWriter]:
-    """A writer for acceptance.parquet of the trace at `path`, where it is as a whole once the block ended well.
+    """A writer for acceptance.parquet of the trace at `path`, where the trace is as a whole once the block ended well.
 
-    At the source's own place that table alone is replaced; elsewhere the trace is copied, without fitted files. The
-    manifest describes `drafters` with other than the standard names.
+    The manifest describes `drafters` with other than the standard names.
     """
-    assert source.path is not None
+    described = source.manifest.model_copy(update={"drafters": {**source.manifest.drafters, **drafters}})
     try:
-        if path.exists() and path.resolve() == source.path.resolve():
-            before = Contents.read(path)
-            earlier = before.files_of(path, "acceptance")
-            parts = {part: s for part, s in (before.parts or {}).items() if part not in earlier}
-            with new_file(path / FILE, durable=True) as new:
-                with table_writer(new, "acceptance", 0) as writer:
-                    yield writer
-                # A kill between the two leaves a table without a checksum, not one with another's.
-                _described(source, drafters, None if before.parts is None else parts).write(path)
-            if before.parts is not None:
-                _described(source, drafters, parts | {FILE: writer.sha256}).write(path)
-            for place, file in earlier.items():
-                if place != FILE:
-                    file.unlink()
-            return
         with new_trace_folder(path) as folder:
             parts = write_tables(folder, {name: table for name, table in source.tables.items() if name != "acceptance"})
             with table_writer(folder / FILE, "acceptance", 0) as writer:
                 yield writer
-            _described(source, drafters, parts | {FILE: writer.sha256}).write(folder)
+            Contents(manifest=described, parts=parts | {FILE: writer.sha256}).write(folder)
     except OSError as error:
         raise cannot_write(path, error) from error
-
-
-def _described(trace: Trace, drafters: Mapping[str, DrafterTraits], parts: Mapping[str, str] | None) -> Contents:
-    all_drafters = {**trace.manifest.drafters, **drafters}
-    return Contents(manifest=trace.manifest.model_copy(update={"drafters": all_drafters}), parts=parts)
 
 
 def _text(result: dict[str, Any]) -> str:

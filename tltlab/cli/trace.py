@@ -23,7 +23,7 @@ from tltlab.traces.metrics import describe as describe_trace
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.recorder import repair as repair_recording
 from tltlab.traces.storage import frame_to_arrow, has_checksums
-from tltlab.traces.trace import Trace, locate, read_one, together
+from tltlab.traces.trace import Trace
 
 from . import reading as options
 from .annotate import annotate_trace
@@ -78,25 +78,6 @@ def repair(
     counts, notes = count(repaired), repaired.manifest.notes
     text = f"{repaired.path}: valid: {_counts_text(counts)}" + (f"\n{notes}" if notes else "")
     emit(counts | {"path": str(repaired.path), "notes": notes}, as_json=as_json, text=text)
-
-
-@app.command()
-def merge(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="What each engine of a run recorded.")],
-    out: Annotated[Path, typer.Option(help="Folder to write; a trace there is replaced.")],
-    as_json: Json = False,
-) -> None:
-    """Put what several engines of a run recorded into one trace, as workers 0 to N - 1.
-
-    Commands do so by themselves where engines recorded at once to PATH, PATH-1, PATH-2 ...
-
-    Example: tltlab trace merge recorded/a recorded/b --out my-trace
-    """
-    merged = together([read_one(locate(trace)) for trace in traces])
-    path = merged.write(out)
-    counts, notes = count(merged), merged.manifest.notes
-    text = f"wrote {path}: {_counts_text(counts)}\n{notes}"
-    emit(counts | {"path": str(path), "notes": notes}, as_json=as_json, text=text)
 
 
 @app.command("import")

@@ -128,8 +128,6 @@ def _changed(path: Path) -> int:
 def _row(path: Path, changed: int, state: str) -> tuple[str, ...]:
     """The cells of a run in the list, without its name, until it changes."""
     try:
-        if state == "a result":
-            return (state, *[""] * len(_COLUMNS), report(path, verify=False).verdict)
         trace = read(path)
         figures = dict(key_figures(trace))
         return (state, *(figures.get(name, "–") for name in _COLUMNS), verdict(trace, diagnosis_of(path)))

@@ -125,9 +125,6 @@ def test_repair_on_the_command_line(command, tmp_path):
     assert code == 0
     assert json.loads(out)["notes"].startswith("repaired: ")
     assert read(tmp_path / "t").rl_steps == [0]
-    code, out, _ = command("trace", "merge", tmp_path / "t", tmp_path / "t", "--out", tmp_path / "both", "--json")
-    assert (code, json.loads(out)["num_responses"]) == (0, 2)
-    assert read(tmp_path / "both").outcomes["worker"].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(("suffix", "rl_step"), [(".png", "all"), (".svg", "0"), (".json", "1")])
