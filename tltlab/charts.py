@@ -33,8 +33,6 @@ _LETTERS_PER_IN, _HANDLE_LETTERS = 13.0, 9
 _MOST_MARKERS = 24
 _ROUND = (1, 2, 2.5, 5, 10)
 """Distances of ticks, times a power of ten."""
-_LEAST_SHAPE_BYTES, _LEAST_DOTS_BYTES = 60, 200_000
-"""Bytes of one polygon of a collection, and of a hatch of dots, in SVG."""
 FORMATS = (".png", ".svg")
 
 Values = Sequence[float | None] | np.ndarray
@@ -169,20 +167,20 @@ def scatter_identity(
 
 
 def heat_maps(
-    tables: Mapping[str, Any], *, xlabel: str, ylabel: str, title: str, middle: float = 1.0,
+    tables: Mapping[str, Any], *, xlabel: str, ylabel: str, title: str,
     texts: Mapping[str, Any] | None = None,
 ) -> Figure:  # fmt: skip
     """A panel for each DataFrame, one above the other: a cell per value, which is written into it, or its text.
 
-    Rows go down and columns across, named as the frame's; above `middle` cells are blue, below it red, NaN is empty.
+    Rows go down and columns across, named as the frame's; above 1 cells are blue, below it red, NaN is empty.
     """
     numbers = {name: np.asarray(table, dtype=np.float64) for name, table in tables.items()}
-    every = np.concatenate([[0.0], *(np.abs(values - middle).ravel() for values in numbers.values())])
+    every = np.concatenate([[0.0], *(np.abs(values - 1.0).ravel() for values in numbers.values())])
     away = 1.6 * float(np.nanmax(every)) or 1.0  # darker cells would hide their numbers
     rows = max((len(values) for values in numbers.values()), default=1)
     figure = Figure(figsize=(_WIDTH_IN, len(tables) * (0.9 + 0.34 * rows)), layout="constrained")
     for axes, (name, values) in zip(figure.subplots(len(tables), 1, squeeze=False)[:, 0], numbers.items(), strict=True):
-        axes.imshow(values, aspect="auto", cmap="RdYlBu", vmin=middle - away, vmax=middle + away)
+        axes.imshow(values, aspect="auto", cmap="RdYlBu", vmin=1.0 - away, vmax=1.0 + away)
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):
                 text = f"{value:.2f}" if texts is None else texts[name].iat[row, column]
@@ -203,18 +201,9 @@ def save_figure(figure: Figure, path: Path) -> None:
     write_file(path, _bytes(figure, path.suffix[1:]))
 
 
-def data_uri(figure: Figure, *, most_svg_bytes: int = 120_000) -> str:
-    """The figure as the source of an <img>: SVG, which stays sharp, or PNG where SVG would be larger than that."""
-    collections = [shapes for axes in figure.axes for shapes in axes.collections]
-    least_bytes = sum(_LEAST_SHAPE_BYTES * len(shapes.get_paths()) for shapes in collections)
-    least_bytes += _LEAST_DOTS_BYTES * any("." in (shapes.get_hatch() or "") for shapes in collections)
-    kind, picture = "svg+xml", b""
-    # Drawing takes seconds where there are many shapes, so what would be too large is not drawn as SVG first.
-    if least_bytes <= most_svg_bytes:
-        picture = _bytes(figure, "svg", transparent=True)
-    if not 0 < len(picture) <= most_svg_bytes:
-        kind, picture = "png", _bytes(figure, "png", transparent=True)
-    return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
+def data_uri(figure: Figure) -> str:
+    """The figure as the source of an <img>: a PNG."""
+    return f"data:image/png;base64,{base64.b64encode(_bytes(figure, 'png', transparent=True)).decode()}"
 
 
 def series_names(figure: Figure) -> tuple[str, ...]:

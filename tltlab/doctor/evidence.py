@@ -90,12 +90,12 @@ class RunEvidence:
             recipe=read_object(run / "run.json").get("recipe") or {},
         )
 
-    def setting(self, name: str, default: Any = None) -> Any:
-        """A recipe's setting by its dotted name, `default` where it is not known."""
+    def setting(self, name: str) -> Any:
+        """A recipe's setting by its dotted name, None where it is not known."""
         value: Any = self.recipe
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        return default if value is None else value
+        return value
 
     @property
     def known(self) -> Trace:

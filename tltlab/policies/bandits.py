@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,11 @@ class EpsilonGreedy(BegMab, kind="epsilon-greedy"):
         epsilon: float = 0.1,
         window: int = 300,
         reward: RewardKind = "paper",
-        plain_rate: Mapping[int, float] | None = None,
         statistic: Statistic = "mean",
         *,
         rng: np.random.Generator,
     ) -> None:
-        super().__init__([(1, strategies)], (), (), epsilon, window, reward, plain_rate, statistic, rng=rng)
+        super().__init__([(1, strategies)], (), (), epsilon, window, reward, statistic, rng=rng)
 
 
 class Ucb1(EpsilonGreedy, kind="ucb1"):
@@ -46,8 +45,8 @@ class Ucb1(EpsilonGreedy, kind="ucb1"):
     Hoeffding's bound scales with that range, hence `spread`, the largest minus the smallest reward in the windows.
     Added to raw tokens per second, which run into the thousands, the unscaled bonus of about 1 would never change a
     choice. An arm that worsens is noticed within its own window; one that improves when its bonus has grown enough.
-    Unseen arms first, ties to the first in the list; with a learned plain rate (see `Reward`) no speculation goes
-    before the other unseen arms.
+    Unseen arms first, ties to the first in the list; with relative rewards (see `Reward`) no speculation goes before
+    the other unseen arms.
     """
 
     def __init__(
@@ -56,11 +55,10 @@ class Ucb1(EpsilonGreedy, kind="ucb1"):
         exploration: float = 1.0,
         window: int = 300,
         reward: RewardKind = "paper",
-        plain_rate: Mapping[int, float] | None = None,
     ) -> None:
         if not 0.0 <= exploration < math.inf:
             raise ConfigError(f"ucb1: exploration must be a number from 0 up, got {exploration}")
-        super().__init__(strategies, 0.0, window, reward, plain_rate, rng=np.random.default_rng(0))
+        super().__init__(strategies, 0.0, window, reward, rng=np.random.default_rng(0))
         self.exploration = exploration
         self.rounds_ = 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -31,14 +31,13 @@ class BegMab(Selector, kind="beg-mab"):
     `buckets` are (min_batch, strategies) with ascending min_batch t_i: bucket i holds batches t_i ... t_{i+1} - 1, the
     last one is open-ended, batches below t_1 use the first. In their place, `strategies` and `thresholds` give the
     paper's grouping (`paper_buckets`). `NO_SPECULATION` is an arm like any other. `epsilon` is the chance of a uniform
-    pick within the bucket, `window` the number of rewards kept per arm, `reward` and `plain_rate` are explained in
-    `Reward`.
+    pick within the bucket, `window` the number of rewards kept per arm, `reward` is explained in `Reward`.
 
     Rewards of an arm are pooled over all batch sizes of a bucket and filed under the bucket of the batch that ran; an
     outcome whose strategy is no arm there is dropped. An arm with fewer than `tries` rewards counts as best, ties go to
     the first in the list. The paper takes the median, and an arm once seen as it is. Where drafts are kept whole or not
     at all, medians can rank arms unlike their tokens per second; the `statistic` "mean" does not.
-    With `reward="relative"` and no `plain_rate`, every bucket with a choice needs no speculation as an arm, and it is
+    With `reward="relative"` every bucket with a choice needs no speculation as an arm, and it is
     tried first there, since nothing else has a reward before.
 
     A chosen arm that worsens is noticed after window / 2 of its own iterations. Another one that improves is noticed
@@ -62,7 +61,6 @@ class BegMab(Selector, kind="beg-mab"):
         epsilon: float = 0.1,
         window: int = 300,
         reward: RewardKind = "paper",
-        plain_rate: Mapping[int, float] | None = None,
         statistic: Statistic = "median",
         tries: int = 1,
         *,
@@ -82,14 +80,14 @@ class BegMab(Selector, kind="beg-mab"):
         self.window = window
         self.tries = tries
         self.rng = rng
-        self.reward_ = Reward(reward, plain_rate)
+        self.reward_ = Reward(reward)
         self.windows_ = tuple({arm: Window(window, statistic) for arm in arms} for arms in self.arms)
         self._choices = tuple(self._choices_of(bucket) for bucket in range(len(self.arms)))
         for min_batch, arms in zip(self.thresholds, self.arms, strict=True):
             if self.reward_.learns_plain and len(arms) > 1 and NO_SPECULATION not in arms:
                 raise ConfigError(
                     f"reward 'relative' compares with plain decoding, but the bucket from batch {min_batch} has no "
-                    f"such arm: add no speculation to {', '.join(map(str, arms))}, or give plain_rate"
+                    f"such arm: add no speculation to {', '.join(map(str, arms))}"
                 )
 
     def choose(self, state: StepState) -> Choice:

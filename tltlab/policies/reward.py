@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 from tltlab.errors import ConfigError
@@ -76,11 +76,10 @@ class Reward:
     arm and batch size: the arm that happened to run at the larger batches looks better.
 
     `relative` divides by the rate of plain decoding at the same batch size, which leaves the speed-up over plain
-    decoding, accept_length * plain_s(b) / elapsed. plain_s(b), the seconds of a plain iteration, comes from
-    `plain_rate` ({batch: tokens per second}) or, without it, is learned: the median of the last 32 plain iterations at
-    batch b. Between known batch sizes it is interpolated linearly, beyond them the nearest one's time holds (plain
-    decoding is memory-bound there). While no plain iteration was seen at all, an iteration that speculated has no
-    reward and a plain one has 1.
+    decoding, accept_length * plain_s(b) / elapsed. plain_s(b), the seconds of a plain iteration, is learned: the median
+    of the last 32 plain iterations at batch b. Between known batch sizes it is interpolated linearly, beyond them the
+    nearest one's time holds (plain decoding is memory-bound there). While no plain iteration was seen at all, an
+    iteration that speculated has no reward and a plain one has 1.
 
     Iterations that also prefilled, and those without a measured time, have no reward.
 
@@ -88,19 +87,14 @@ class Reward:
     400.0
     """
 
-    def __init__(self, kind: RewardKind = "paper", plain_rate: Mapping[int, float] | None = None) -> None:
+    def __init__(self, kind: RewardKind = "paper") -> None:
         if kind not in get_args(RewardKind):
             raise ConfigError(f"reward must be 'paper' or 'relative', got {kind!r}")
-        if plain_rate is not None and kind == "paper":
-            raise ConfigError("plain_rate is used only with reward 'relative', got it with 'paper'")
-        if plain_rate is not None and (not plain_rate or min(plain_rate) < 1 or min(plain_rate.values()) <= 0.0):
-            raise ConfigError(f"plain_rate must map batch sizes to tokens per second above 0, got {dict(plain_rate)}")
         self.kind = kind
-        self.plain_rate = plain_rate
-        self.learns_plain = kind == "relative" and plain_rate is None
+        self.learns_plain = kind == "relative"
         self._windows: dict[int, Window] = {}
-        self._plain_s = {b: b / rate for b, rate in plain_rate.items()} if plain_rate else {}
-        self._batches = sorted(self._plain_s)
+        self._plain_s: dict[int, float] = {}
+        self._batches: list[int] = []
 
     def __call__(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
         if outcome.had_prefill or outcome.elapsed_s <= 0.0 or outcome.batch < 1:
@@ -136,9 +130,8 @@ class Reward:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._windows.clear()
-        if self.learns_plain:
-            self._plain_s.clear()
-            self._batches.clear()
+        self._plain_s.clear()
+        self._batches.clear()
         for batch, values in state["plain_s"]:
             self._push(batch, values)
 

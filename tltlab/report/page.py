@@ -46,11 +46,14 @@ class Picture:
     @classmethod
     def of(cls, figure: Figure, *, alt: str, caption: str, shape: Literal["square"] | None = None) -> Picture:
         """The picture of a figure, inside the page."""
-        names, svg, source = series_names(figure), "", ""
-        if not names or len(svg := inline_svg(figure, names)) > _MOST_INLINE:
-            svg, source, names = "", data_uri(figure), ()
-        return cls(source=source, svg=svg, names=names, alt=alt, caption=caption,
-                   shape=shape or ("wide" if figure.get_figwidth() > _CHART_IN else "chart"))  # fmt: skip
+        names, is_wide = series_names(figure), figure.get_figwidth() > _CHART_IN
+        # Timelines, which alone are wide, have so many shapes that drawing them as SVG takes seconds.
+        svg = "" if is_wide else inline_svg(figure, names)
+        if not 0 < len(svg) <= _MOST_INLINE:
+            return cls(
+                source=data_uri(figure), alt=alt, caption=caption, shape=shape or ("wide" if is_wide else "chart")
+            )
+        return cls(svg=svg, names=names, alt=alt, caption=caption, shape=shape or "chart")
 
 
 @frozen

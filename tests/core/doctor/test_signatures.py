@@ -306,7 +306,7 @@ def test_a_run_that_died_is_still_checked(tmp_path):
     (tmp_path / "run.log").write_text("EngineDeadError\n")
     (tmp_path / "run.json").write_text(json.dumps({"argv": [], "versions": {}, "recipe": {"seed": 3}}))
     evidence = RunEvidence.of(tmp_path)
-    assert (evidence.setting("seed"), evidence.setting("train.lr", 0.5)) == (3, 0.5)
+    assert (evidence.setting("seed"), evidence.setting("train.lr")) == (3, None)
     told = examine(evidence)
     assert {finding.code for finding in told.findings} == {"interrupted", "run-stopped", "engine-died"}
     assert str(tmp_path / "trace") in dict(told.not_checked)["acceptance-low"]

@@ -11,7 +11,6 @@ from tltlab.costs.load import load_costs
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.own import code_allowed
-from tltlab.policies.bandits import Ucb1
 from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import SHIPPED, Activation, Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, CustomSpec, FixedSpec
@@ -47,11 +46,10 @@ TREES = tuple(Strategy("learned", depth, 4, verify) for depth, verify in ((8, 48
     "policy",
     [
         *SHIPPED.values(),
-        Policy(selector=Ucb1.Spec(strategies=(D4, D2), reward="relative", plain_rate={1: 100.0, 32: 2000.0})),
         Policy(selector=FixedSpec(strategy=Strategy.chain("mine", 4)), drafters=OWN_DRAFTERS),
         Policy(selector=BegMabSpec(strategies=TREES, thresholds=(1, 8)), activation=Activation()),
     ],
-    ids=[*SHIPPED, "rates of plain decoding", "drafters of its own", "the paper's grouping"],
+    ids=[*SHIPPED, "drafters of its own", "the paper's grouping"],
 )
 def test_a_policy_survives_its_file(policy, tmp_path):
     policy.write(tmp_path / "new folder" / "policy.json")

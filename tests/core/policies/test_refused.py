@@ -53,8 +53,6 @@ def goodput(*strategies, costs=COSTS, **settings):
         (lambda: Ucb1([]), ()),
         (lambda: Hedge([PLAIN, D8], rng=RNG), ("speculation",)),
         (lambda: Reward("speed"), ("paper", "relative", "speed")),
-        (lambda: Reward("paper", {1: 100.0}), ("relative",)),
-        (lambda: Reward("relative", {1: 0.0}), (0,)),
         (lambda: mab(), ("buckets",)),
         (lambda: mab((1, [])), ("strategies",)),
         (lambda: mab((5, [D8]), (5, [D4])), (5,)),
