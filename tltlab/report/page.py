@@ -28,8 +28,19 @@ _CHART_IN = 8.0
 """Width in inches of the widest figure that stands beside another on a page."""
 
 
+class OfPage:
+    """What a section consists of."""
+
+    __slots__ = ()
+
+    @property
+    def kind(self) -> str:
+        """The name of the class, for the template."""
+        return type(self).__name__
+
+
 @frozen
-class Picture:
+class Picture(OfPage):
     """A chart in the page. `alt` describes it for readers who cannot see it, `caption` explains how to read it.
 
     The chart is an image at `source`, or `svg`, whose series (`names`) can be hidden one by one.
@@ -41,7 +52,6 @@ class Picture:
     alt: str
     caption: str
     shape: Literal["wide", "chart", "square"] = "wide"
-    kind: Literal["picture"] = "picture"
 
     @classmethod
     def of(cls, figure: Figure, *, alt: str, caption: str, shape: Literal["square"] | None = None) -> Picture:
@@ -57,7 +67,7 @@ class Picture:
 
 
 @frozen
-class Pictures:
+class Pictures(OfPage):
     """Pictures of one kind, of which a slider shows one at a time, `first` at first; without script all, in order.
 
     `label` names what differs ("RL step"), `names` its values.
@@ -67,11 +77,10 @@ class Pictures:
     label: str
     names: tuple[str, ...]
     first: int = 0
-    kind: Literal["pictures"] = "pictures"
 
 
 @frozen
-class PageTable:
+class PageTable(OfPage):
     """Rows of cells that are text already; all but the first column are set flush right unless `text_columns` has them.
 
     A table with `summary` is folded under it: for figures that few read. `links` are where the rows' first cells lead;
@@ -85,42 +94,37 @@ class PageTable:
     summary: str | None = None
     links: tuple[str, ...] = ()
     choose: str = ""
-    kind: Literal["table"] = "table"
 
 
 @frozen
-class Facts:
+class Facts(OfPage):
     """Names and values, such as versions."""
 
     rows: tuple[tuple[str, str], ...]
-    kind: Literal["facts"] = "facts"
 
 
 @frozen
-class Paragraph:
+class Paragraph(OfPage):
     """A paragraph; `strong` for a verdict."""
 
     text: str
     strong: bool = False
-    kind: Literal["text"] = "text"
 
 
 @frozen
-class Items:
+class Items(OfPage):
     """A list of sentences, each under a short label."""
 
     rows: tuple[tuple[str, str], ...]
-    kind: Literal["items"] = "items"
 
 
 @frozen
-class Code:
+class Code(OfPage):
     """Commands or a configuration, to be copied; folded under `summary` where there is one."""
 
     code: str
     label: str
     summary: str | None = None
-    kind: Literal["code"] = "code"
 
 
 @frozen
@@ -133,13 +137,12 @@ class Piece:
 
 
 @frozen
-class Transcript:
+class Transcript(OfPage):
     """Prompt and response of a model, in pieces; `label` has the facts."""
 
     label: str
     pieces: tuple[Piece, ...]
     prompt: str = ""
-    kind: Literal["response"] = "response"
 
 
 Block = Picture | Pictures | PageTable | Facts | Paragraph | Items | Code | Transcript

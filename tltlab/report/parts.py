@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import json_lines, read_object
 from tltlab.importers.token_counts import FolderTokenizer
 from tltlab.stats import paired_ratio
+from tltlab.strategy import Strategy
 from tltlab.traces import metrics
 from tltlab.traces.drafts import recorded_drafts
 from tltlab.traces.lanes import median_step
@@ -302,14 +304,10 @@ def _pieces(ids: list[int], drafts: pd.DataFrame, colours: Mapping[str, int], de
 
 
 def strategy_names(table: pd.DataFrame) -> pd.Series[str]:
-    """Each row's strategy in short: "none", "ngram:4", or drafter (depth, top-k, tokens to verify) of a tree."""
-    depth, chain = table["draft_depth"].astype(str), table["tokens_to_verify"] == table["draft_depth"] + 1
-    drafter = table["drafter"].fillna("drafter").astype(str)
-    tree = (
-        drafter + " (" + depth + ", " + table["top_k"].astype(str) + ", " + table["tokens_to_verify"].astype(str) + ")"
-    )
-    named = (drafter + ":" + depth).where(chain & (table["top_k"] <= 1), tree)
-    return named.where(table["draft_depth"] > 0, "none")
+    """Each row's strategy in short: "none", "ngram:4", "learned:8x4/32" of a tree."""
+    columns = table[["drafter", "draft_depth", "top_k", "tokens_to_verify"]].fillna({"drafter": "drafter"})
+    named = cache(lambda *row: str(Strategy(*row)) if row[1] else "none")
+    return pd.Series([named(*row) for row in columns.itertuples(index=False, name=None)], table.index, dtype=str)
 
 
 def batch_bins(batch: pd.Series[int]) -> pd.Series[int]:

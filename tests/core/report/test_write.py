@@ -156,7 +156,7 @@ def test_the_verdict_comes_before_a_slider_of_timelines(page, made):
     text = page.read_text()
     assert made.verdict.startswith("Workers were idle for ")
     assert text.index("Workers were idle for ") < text.index("<dl class=") < text.index("<h2")
-    (slides,) = [block for section in made.sections for block in section.blocks if block.kind == "pictures"]
+    (slides,) = [block for section in made.sections for block in section.blocks if block.kind == "Pictures"]
     assert slides.names == ("0", "1")
     assert "of median rollout time" in slides.pictures[slides.first].caption
     assert text.count('data-name="') == len(slides.pictures)
@@ -258,7 +258,7 @@ def test_accept_length_is_one_plus_accepted_over_drafts():
         assert told[3] == f"{1 + own['num_accepted'].sum() / drafts:.2f}"
     table = pd.DataFrame({"drafter": ["none", "ngram", "learned"], "draft_depth": [0, 4, 8], "top_k": [0, 1, 4],
                           "tokens_to_verify": [1, 5, 32]})  # fmt: skip
-    assert strategy_names(table).tolist() == ["none", "ngram:4", "learned (8, 4, 32)"]
+    assert strategy_names(table).tolist() == ["none", "ngram:4", "learned:8x4/32"]
 
 
 def test_a_comparison_is_recognised_by_its_keys(tmp_path):
