@@ -96,14 +96,14 @@ def open_input(path: Path) -> BufferedReader:
 def open_unpacked(path: Path) -> BinaryIO:
     """Open a file, unpacked where its first bytes are those of gzip, zstd, bz2, xz, lz4 or zip. Raises OSError.
 
-    Later reads raise OSError too; `seek(0)` unpacks anew.
+    Later reads raise OSError too. What is unpacked is read once, from its start.
     """
     file = open_input(path)
     head = file.peek(6)[:6]
     if head.startswith(b"PK\x03\x04"):
         return _zip_member(file)
     how = next((how for sign, how in _PACKINGS.items() if head.startswith(sign)), None)
-    return file if how is None else io.BufferedReader(_Unpacked(path, file, how))
+    return file if how is None else io.BufferedReader(_Unpacked(file, how))
 
 
 def _zip_member(file: IO[bytes]) -> BinaryIO:
@@ -123,34 +123,16 @@ def _zip_member(file: IO[bytes]) -> BinaryIO:
 class _Unpacked(io.RawIOBase):
     """Content of a packed file, unpacked as it is read."""
 
-    def __init__(self, path: Path, file: IO[bytes], how: str) -> None:
-        self._path, self._how, self._at = path, how, 0
-        self._open(file)
-
-    def _open(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], how: str) -> None:
         openers: dict[str, Callable[[Any], Any]] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
-        if self._how in openers:
-            self._stream = openers[self._how](file)
+        if how in openers:
+            self._stream = openers[how](file)
         else:
             # Python has these from 3.14 on.
-            self._stream = import_module("pyarrow").input_stream(file, compression=self._how)
+            self._stream = import_module("pyarrow").input_stream(file, compression=how)
 
     def readable(self) -> bool:
         return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        if (offset, whence) == (0, 0):
-            self._at = 0
-            self._open(open_input(self._path))
-        elif (offset, whence) not in ((self._at, 0), (0, 1)):
-            raise OSError("a packed file is read from its start")
-        return self._at
 
     def readinto(self, buffer: Any) -> int:
         try:
@@ -160,7 +142,6 @@ class _Unpacked(io.RawIOBase):
         except Exception as error:  # each way of packing has its own errors
             raise OSError(f"it cannot be unpacked: {error}") from error
         buffer[: len(data)] = data
-        self._at += len(data)
         return len(data)
 
 

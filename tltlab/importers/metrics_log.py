@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json
+from tltlab.files import open_unpacked, parse_json
 
-from .rows import TABLES, ending, rows_of
+from .rows import TABLES, ending, rows_of, whole_json
 from .step_metrics import FORMS, HINTS, KNOWN, Form, Record, plain_key
 
 EVENT_FILES = "events.out.tfevents*"
@@ -124,21 +124,17 @@ def records_of(path: Path) -> Iterator[Record]:
         if ending(path) in TABLES:
             yield from _from_table(path)
             return
-        whole = None
         with open_unpacked(path) as file:
             start = file.read(4096).lstrip(b"\xef\xbb\xbf \r\n\t")
-            file.seek(0)
-            if b"\0" in start:
-                refuse_wandb(path)
-                raise TraceError(f"{path}: not text")
-            if _SCRAPE.match(start):
-                raise TraceError(
-                    f"{path}: a scrape of vLLM's /metrics is not read: give the lengths of responses, the server's "
-                    "console log, or a trace recorded with TLTLAB_RECORD"
-                )
-            if start[:1] in b"{[":
-                with suppress(ValueError):
-                    whole = parse_json(file.read(MOST_JSON_BYTES))
+        if b"\0" in start:
+            refuse_wandb(path)
+            raise TraceError(f"{path}: not text")
+        if _SCRAPE.match(start):
+            raise TraceError(
+                f"{path}: a scrape of vLLM's /metrics is not read: give the lengths of responses, the server's "
+                "console log, or a trace recorded with TLTLAB_RECORD"
+            )
+        whole = whole_json(path) if start[:1] in b"{[" else None
         yield from _from_lines(path) if whole is None else _from_json(whole)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error

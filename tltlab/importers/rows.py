@@ -84,9 +84,11 @@ def rows_of(path: Path) -> Iterator[Row]:
                 try:
                     value = parse_json(line)
                 except ValueError as error:
-                    value = _whole(file) if is_first else None
+                    value = whole_json(path) if is_first else None
                     if value is None:
                         raise TraceError(f"{path}, line {number}: not JSON (cut off?): {error}") from error
+                    yield from _json_rows(path, f"line {number}", value)
+                    return
                 is_first = False
                 yield from _json_rows(path, f"line {number}", value)
             if is_first:
@@ -95,10 +97,9 @@ def rows_of(path: Path) -> Iterator[Row]:
         raise TraceError(f"{path}: cannot be read: {error}") from error
 
 
-def _whole(file: TextIO) -> Any:
-    """The JSON value that a file is as a whole; None where it is none."""
-    file.seek(0)
-    with suppress(ValueError):
+def whole_json(path: Path) -> Any:
+    """The JSON value that a file is as a whole; None where it is none. Raises OSError."""
+    with suppress(ValueError), open_unpacked(path) as file:
         return parse_json(file.read(MOST_JSON_BYTES))
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tltlab.config import shown
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json
+from tltlab.files import open_unpacked
 from tltlab.records import frozen
 from tltlab.traces.schema import MANIFEST_FILE, Manifest
 from tltlab.traces.trace import Trace, check_source, is_trace, locate, report
@@ -38,6 +38,7 @@ from .rows import (
     step_of,
     table_of,
     unwrapped,
+    whole_json,
 )
 from .step_metrics import MEAN, Record, is_mean, plain_key, steps_of, tables_of_steps
 from .token_counts import CharsPerToken, NoTokenCounter
@@ -257,12 +258,7 @@ def _numbers(path: Path) -> list[Any] | None:
             start = file.read(64).lstrip(b"\xef\xbb\xbf \r\n\t")
             if not start.lstrip(b"[ \r\n\t")[:1].isdigit():
                 return None
-            if start[:1] != b"[":
-                return []
-            file.seek(0)
-            value = parse_json(file.read(MOST_JSON_BYTES).removeprefix(b"\xef\xbb\xbf"))
-    except ValueError:
-        return None
+        value = whole_json(path) if start[:1] == b"[" else []
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
     return value if isinstance(value, list) else None
