@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .report.timeline import timeline
     from .sim.simulate import simulate
     from .sim.study.compare import compare
+    from .sim.study.waterfall import waterfall
     from .sim.study.what_if import what_if
     from .sim.tuning.tune import tune
     from .traces.trace import Trace
@@ -45,6 +46,7 @@ __all__ = [
     "simulate",
     "timeline",
     "tune",
+    "waterfall",
     "what_if",
 ]
 
@@ -59,6 +61,7 @@ _MODULE_OF = {
     "simulate": "sim.simulate",
     "timeline": "report.timeline",
     "tune": "sim.tuning.tune",
+    "waterfall": "sim.study.waterfall",
     "what_if": "sim.study.what_if",
 }
 

@@ -166,6 +166,50 @@ def scatter_identity(
     return figure
 
 
+def waterfall(steps: Sequence[tuple[str, float]], *, measured: bool, title: str, width_in: float = _WIDTH_IN) -> Figure:
+    """Steps of (name, seconds) from top to bottom, each bar from where the one before ends, and their sum below.
+
+    What is simulated is blue, the sum where it is `measured` orange, and between the two what is left open. The axis
+    begins near the first step's end where the others are small, and its bar is then broken.
+    """
+    names, seconds = [name for name, _ in steps], np.array([size for _, size in steps])
+    ends = np.cumsum(seconds)
+    begins, total, low = ends - seconds, ends[-1], np.minimum.accumulate(ends)[-1]
+    spread = max(ends.max() - low, 1e-9)
+    left = 0.0 if low < 2 * spread else low - 0.3 * spread
+    blue, pale, gain, orange, grey = COLORS[0], COLORS[4], COLORS[2], COLORS[1], "#c9c9c9"
+    figure = Figure(figsize=(width_in, 0.75 + 0.27 * (len(steps) + 1)), layout="constrained")
+    axes = figure.subplots()
+    looks = [blue, *(gain if size < 0 else pale for size in seconds[1:]), orange if measured else blue]
+    hatches = [""] * len(looks)
+    if "unexplained" in names:
+        looks[-2], hatches[-2] = grey, "////"
+    widths, starts = [*seconds, total], [*begins, 0.0]
+    bars = axes.barh(range(len(looks)), widths, left=starts, height=0.66, color=looks, edgecolor="white", linewidth=0)
+    for bar, hatch in zip(bars, hatches, strict=True):
+        bar.set_hatch(hatch)
+    for row, end in enumerate(ends):
+        axes.plot([end, end], [row + 0.33, row + 0.67], color="#6f6f6f", linewidth=0.7, solid_capstyle="butt")
+    places_after = 1 if total >= 100 else 2 if total >= 1 else 3
+    texts = [f"{size:+.{places_after}f} s  {size / total:.0%}".replace("-", "−") for size in seconds]
+    texts[0], last = (f"{size:.{places_after}f} s" for size in (ends[0], total))
+    places = [ends[0], *np.maximum(begins, ends)[1:], total]
+    for row, (place, text) in enumerate(zip(places, [*texts, last], strict=True)):
+        bold = "bold" if row in (0, len(steps)) else "normal"
+        axes.annotate(text, (place, row), (4, 0), textcoords="offset points", va="center", fontsize=8, fontweight=bold)
+    if left:
+        for row in (0, len(steps)):
+            at = left + 0.09 * (ends.max() - left)
+            axes.plot(at, row, marker=[(-1, -4), (1, 4)], markersize=16, color="white", markeredgewidth=2.5)
+    axes.set_yticks(range(len(looks)), [*names, "measured" if measured else "simulated"], fontsize=9)
+    axes.set_ylim(len(looks) - 0.4, -0.6)
+    axes.set_xlim(left, ends.max() + (1.15 if width_in < 5 else 0.45) * (ends.max() - left) / 2)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=_ROUND))
+    finish(axes, xlabel="mean seconds of a rollout", title=title, grid="x")
+    return figure
+
+
 def heat_maps(
     tables: Mapping[str, Any], *, xlabel: str, ylabel: str, title: str,
     texts: Mapping[str, Any] | None = None,

@@ -199,7 +199,7 @@ def verify(
     if not chosen or not set(chosen) <= set(recorded):
         raise ConfigError(f"{run}: RL steps {chosen} were asked for; there are {recorded[0]}..{recorded[-1]}")
     measured = _measured(trace)
-    forces = _without_budget(policies_in_force(trace, allow_code))
+    forces = without_budget(policies_in_force(trace, allow_code))
     known = Trace.from_tables(trace.manifest, {name: trace.arrow(name) for name in _TABLES})
     prediction = _Prediction(
         trace=with_engine_tool_times(known), drafters=DrafterStates(trace=known), window=window, samples=samples,
@@ -212,7 +212,7 @@ def verify(
     return Verification(rows=rows, repeat_spread=spread, repeat_bias=bias)
 
 
-def _without_budget(forces: dict[int, ActivePolicy]) -> dict[int, ActivePolicy]:
+def without_budget(forces: dict[int, ActivePolicy]) -> dict[int, ActivePolicy]:
     """The same without the budget that ruled all RL steps: acceptance that is fitted to them is of what it allotted."""
     budgets = [force.policy.budget for force in forces.values()]
     if any(budget != budgets[0] for budget in budgets):
@@ -335,7 +335,7 @@ class _Prediction(RecordedRun):
         for size in range(min(self.window, len(candidates)), len(candidates) + 1):
             fit_on = nearest(candidates, step, size)
             rows = self.fits.of(fit_on)
-            costs = _single_shape(self.fits.costs(fit_on), self.fits.iterations[rows], policy)
+            costs = single_shape(self.fits.costs(fit_on), self.fits.iterations[rows], policy)
             acceptance = self.fits.acceptance(rows)
             if not speculates or (acceptance is not None and costs.per_token_s is not None):
                 unlike = self._unlike(rows, policy, step)
@@ -398,7 +398,7 @@ def last_s(cell: Cell) -> float:
     return float(cell.makespans()[-1]["makespan_s"])
 
 
-def _single_shape(costs: LinearCosts, iterations: pd.DataFrame, policy: Policy) -> LinearCosts:
+def single_shape(costs: LinearCosts, iterations: pd.DataFrame, policy: Policy) -> LinearCosts:
     """The same where every draft of the data and of the policy has one shape: what its tokens cost is in other terms
     then, and nothing else is asked of these costs."""
     drafts = iterations.loc[iterations["draft_depth"] > 0, ["draft_depth", "top_k", "tokens_to_verify"]]

@@ -21,7 +21,10 @@ def report(
     ],
     out: Annotated[Path | None, typer.Option(help="The page. [default: RUN/report.html, or beside FILE.json]")] = None,
     verify: Annotated[
-        bool, typer.Option(help="Predict each RL step from the others where summary.json has no prediction.")
+        bool,
+        typer.Option(
+            help="Simulate a run: where its seconds go, and each RL step from the others where summary.json has none."
+        ),
     ] = True,
     as_json: Json = False,
 ) -> None:

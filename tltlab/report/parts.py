@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -170,14 +170,49 @@ def verify_part(run: Path, trace: Trace, summary: Mapping[str, Any], *, compute:
     if trace.iterations is None or trace.steps is None or trace.manifest.kind != "recorded":
         raise Lacking("only a recorded run with iterations and steps can be predicted")
     progress(f"predicting {len(trace.rl_steps)} RL steps from the others (--no-verify leaves this out)")
-    try:
+    with _simulating():
         from tltlab.sim.verification.rollouts import verify
 
         return _predictions(verify(trace, jobs=None).json(), "Computed for this page (tltlab verify).")
+
+
+@contextmanager
+def _simulating() -> Iterator[None]:
+    """Raise Lacking within for what a simulation lacks."""
+    try:
+        yield
     except TltlabError as error:
         raise Lacking(error) from error
     except ModuleNotFoundError as error:
         raise Lacking(f"{error.name} is not installed: pip install 'tltlab[sim]'") from error
+
+
+@titled("Where the seconds go")
+def waterfall_part(trace: Trace, *, compute: bool) -> Sequence[Block]:
+    """From the clairvoyant bound to the measured makespan, for each policy that ran, where `compute`."""
+    if not compute:
+        raise Lacking("left out by --no-verify")
+    if trace.iterations is None or trace.steps is None or trace.manifest.kind != "recorded":
+        raise Lacking("only a recorded run with iterations and steps is explained; others: tltlab.waterfall in Python")
+    progress("simulating what the rollouts lose (--no-verify leaves this out)")
+    with _simulating():
+        from tltlab.sim.study.waterfall import waterfall
+
+        whole = waterfall(trace, jobs=None)
+    pictures = []
+    for name, each in whole.by_policy().items():
+        alt = ", ".join(f"{step} {seconds:.3g} s" for step, seconds in each.steps)
+        caption = f"{len(each.table)} RL steps under {name}. Blue is simulated, the sum below measured."
+        pictures.append(Picture.of(each.plot(), alt=f"Rollouts under {name}: {alt}.", caption=caption))
+    caption = "Each step is what one change adds, in this order, with costs and acceptance fitted to this run."
+    rows = json_rows(whole.to_frame())
+    columns = {"name": ("step", ""), "seconds": ("s", ".3f"), "share": ("share", ".1%"), "what": ("what changes", "")}
+    names = tuple(whole.by_policy())
+    shown = Pictures(pictures=tuple(pictures), label="policy", names=names, first=len(names) - 1)
+    return [
+        shown if len(names) > 1 else pictures[0],
+        records(rows, columns, caption=caption, text=("name", "what"), summary="Mean over all RL steps"),
+    ]
 
 
 def _predictions(verification: Mapping[str, Any], source: str) -> Sequence[Block]:

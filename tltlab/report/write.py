@@ -32,15 +32,16 @@ from .parts import (
     steps_part,
     timeline_part,
     verify_part,
+    waterfall_part,
 )
 
 
 def report(source: str | Path, *, out: str | Path | None = None, verify: bool = True) -> Page:
     """The page of a RUN, a trace, or a JSON file of a comparison; written to `out` where it is given.
 
-    Parts for which there is no data are left out, each with its reason. `verify` predicts the RL steps of a recorded
-    run where its summary.json has no prediction yet, which takes a simulation per step. Raises TraceError or
-    ConfigError for what is none of these.
+    Parts for which there is no data are left out, each with its reason. `verify` simulates the RL steps of a recorded
+    run: what each step of the waterfall costs, and predictions where its summary.json has none yet. Raises TraceError
+    or ConfigError for what is none of these.
 
     >>> page = report("demo", out="demo/report.html")  # doctest: +SKIP
     """
@@ -84,7 +85,8 @@ def run_page(source: Path, *, verify: bool) -> Page:
     rows = metrics.per_step(trace)
     diagnosis = diagnosis_of(run)
     parts = (
-        timeline_part(trace), lengths_part(trace, rows), steps_part(trace, rows), off_policy_part(trace),
+        timeline_part(trace), waterfall_part(trace, compute=verify), lengths_part(trace, rows),
+        steps_part(trace, rows), off_policy_part(trace),
         acceptance_part(trace), arms_part(trace), graphs_part(trace, read_object(run / "graphs.json")),
         responses_part(trace, run, run_json.get("recipe")), verify_part(run, trace, summary, compute=verify),
         findings_part(diagnosis), events_part(run), origin_part(run, trace, run_json),

@@ -121,8 +121,8 @@ def parsed(text):
 
 def test_a_run_says_which_parts_are_left_out(page, made):
     titles = [section.title for section in made.sections]
-    assert titles == ["Timeline", "Response lengths", "RL steps", "Accept length by batch", "What the policy chose",
-                      "A few responses", "Predicted against measured", "Findings", "Events",
+    assert titles == ["Timeline", "Where the seconds go", "Response lengths", "RL steps", "Accept length by batch",
+                      "What the policy chose", "A few responses", "Predicted against measured", "Findings", "Events",
                       "Where it comes from"]  # fmt: skip
     assert [part.title for part in made.absent] == ["Off-policy training", "CUDA graphs"]
     text = page.read_text()
@@ -328,8 +328,7 @@ def test_what_is_no_run_and_no_comparison_is_refused(tmp_path, command):
 
 
 def test_the_command_writes_the_same_bytes(run, page, command):
-    """Predictions are in the run's summary, so nothing is left to `--no-verify`."""
-    code, out, _ = command("report", run, "--no-verify", "--json")
+    code, out, _ = command("report", run, "--json")
     assert code == 0
     told = json.loads(out)
     assert Path(told["out"]) == run / "report.html"
