@@ -196,14 +196,14 @@ def waterfall(steps: Sequence[tuple[str, float]], *, measured: bool, title: str,
     places = [ends[0], *np.maximum(begins, ends)[1:], total]
     for row, (place, text) in enumerate(zip(places, [*texts, last], strict=True)):
         bold = "bold" if row in (0, len(steps)) else "normal"
-        axes.annotate(text, (place, row), (4, 0), textcoords="offset points", va="center", fontsize=8, fontweight=bold)
+        axes.annotate(text, (place, row), (4, 0), textcoords="offset points", va="center", fontsize=9, fontweight=bold)
     if left:
         for row in (0, len(steps)):
             at = left + 0.09 * (ends.max() - left)
             axes.plot(at, row, marker=[(-1, -4), (1, 4)], markersize=16, color="white", markeredgewidth=2.5)
     axes.set_yticks(range(len(looks)), [*names, "measured" if measured else "simulated"], fontsize=9)
     axes.set_ylim(len(looks) - 0.4, -0.6)
-    axes.set_xlim(left, ends.max() + (1.15 if width_in < 5 else 0.45) * (ends.max() - left) / 2)
+    axes.set_xlim(left, ends.max() + (1.3 if width_in < 5 else 0.62) * (ends.max() - left) / 2)
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=_ROUND))
     finish(axes, xlabel="mean seconds of a rollout", title=title, grid="x")
