@@ -14,7 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import SerializerFunctionWrapHandler, ValidatorFunctionWrapHandler, WrapValidator, model_serializer
+from pydantic import (
+    SerializerFunctionWrapHandler,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_serializer,
+    model_validator,
+)
 
 from tltlab.config import Built, FiniteModel
 from tltlab.drafters.specs import Drafters
@@ -50,6 +56,14 @@ class SelectorSpec(Built, init=False):
 
     def check(self) -> None:
         self.build(np.random.default_rng(0))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_files(cls, values: Any) -> Any:
+        """Take files of earlier releases, which state that `plain_rate` is not set."""
+        if isinstance(values, dict) and values.get("plain_rate", 0) is None:
+            return {name: value for name, value in values.items() if name != "plain_rate"}
+        return values
 
     @model_serializer(mode="wrap")
     def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
