@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import signal
 import threading
 import time
@@ -22,7 +21,7 @@ import numpy as np
 from tltlab.console import sigterm_handler
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError, TltlabError, refuse
-from tltlab.files import lock, make_folder, read_json, sealed, write_json
+from tltlab.files import lock, make_folder, new_folder, read_json, sealed, write_json
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
@@ -703,17 +702,11 @@ class GrpoRun:
     def _save_policy(self, name: str, record: Mapping[str, Any] | None = None) -> Path:
         """Write weights, and a `record`, to the folder `name` of `checkpoints`, which is at no time half written."""
         folder = self.checkpoints.folder / name
-        written, replaced = (folder.with_name(f".{name}.{state}") for state in ("partial", "replaced"))
-        shutil.rmtree(written, ignore_errors=True)
         self.actors.trainers_turn()
-        self.trainers.save(str(written.resolve()))
-        if record is not None:
-            write_json(written / BEST, record)
-        if folder.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            folder.rename(replaced)
-        written.rename(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        with new_folder(folder) as written:
+            self.trainers.save(str(written.resolve()))
+            if record is not None:
+                write_json(written / BEST, record)
         return folder
 
     def trace(self) -> Trace:

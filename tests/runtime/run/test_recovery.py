@@ -155,7 +155,6 @@ def test_the_best_policy_is_kept_whole(tmp_path):
     run.actors, run.state, run.checkpoints, run.recovery = Actors([]), RunState(), RunCheckpoints(tmp_path, 2), None
 
     def save(folder):
-        Path(folder).mkdir()
         if run.rl_step == 9:
             raise KeyboardInterrupt
 
@@ -168,7 +167,8 @@ def test_the_best_policy_is_kept_whole(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run.keep_best(0.9)
     assert run.best["rl_step"] == 6
-    (tmp_path / "best").rename(tmp_path / ".best.replaced")  # killed between two renames
+    (left := tmp_path / ".best.tltlab-left").mkdir()  # killed between two renames
+    (tmp_path / "best").rename(left / "old")
     run.state.rl_step = 10
     run.keep_best(0.9)
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
