@@ -84,19 +84,10 @@ class Oracle(Selector):
     def __init__(self, expected: ExpectedIteration) -> None:
         self.strategies = expected.strategies
         self._expected = expected
-        self._lines: dict[tuple[int, int], list[tuple[float, float, Strategy]]] = {}
 
     def choose(self, state: StepState) -> Strategy:
         batch, context = state.batch, state.context_tokens
-        near = round(context / batch / BUCKET_TOKENS) if self._expected.is_by_context else 0
-        if (batch, near) not in self._lines:
-            lines = [self._line(s, batch, near * BUCKET_TOKENS * batch) for s in self.strategies]
-            self._lines[batch, near] = _lower_envelope(lines)
-        return min(self._lines[batch, near], key=lambda line: line[0] + line[1] * context)[2]
-
-    def _line(self, strategy: Strategy, batch: int, context_tokens: float) -> tuple[float, float, Strategy]:
-        cost, tokens = self._expected.cost(strategy, batch), self._expected.tokens(strategy, batch, context_tokens)
-        return cost.without_context_s(batch) / tokens, cost.context_slope_s(batch) / tokens, strategy
+        return min(self.strategies, key=lambda s: self._expected.seconds_per_token(s, batch, context))
 
 
 def oracle_policy(scenario: Scenario, strategies: Sequence[Strategy]) -> Policy:
@@ -108,18 +99,6 @@ def oracle_policy(scenario: Scenario, strategies: Sequence[Strategy]) -> Policy:
         raise ConfigError("the oracle needs an acceptance model to know what speculation brings")
     expected = ExpectedIteration(scenario, strategies)
     return Policy(selector=CustomSpec.holding(lambda: Oracle(expected)))
-
-
-def _lower_envelope(lines: list[tuple[float, float, Strategy]]) -> list[tuple[float, float, Strategy]]:
-    """Lines that no other is below at every context."""
-    return [
-        line
-        for i, line in enumerate(lines)
-        if not any(
-            rival[0] <= line[0] and rival[1] <= line[1] and (rival[:2] != line[:2] or j < i)
-            for j, rival in enumerate(lines)
-        )
-    ]
 
 
 def _mean_tokens(scenario: Scenario, strategy: Strategy) -> float:
