@@ -6,17 +6,17 @@ text. The drafters use the last token's embedding, so verification both accepts 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
+
+from tltlab.runtime.drafter.heads.head import DrafterHead, Eagle3Head, EagleHead, layer_config
 
 WORDS = ("a", "b", "c", "d", "<eos>")
 EOS = 4
@@ -24,8 +24,6 @@ MAX_POSITIONS = 256
 _HIDDEN, _MLP, _HEADS, _HEAD_SIZE, _LAYERS = 64, 128, 2, 32, 4
 # Inputs of EAGLE-3: vLLM's default layers collide in a target of four.
 _AUX_LAYERS = [1, 2, 3]
-
-Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +48,8 @@ def make_tiny_models(folder: Path) -> TinyModels:
         first_layer = LlamaForCausalLM(_config(layers=1))
         first_layer.load_state_dict({name: target.state_dict()[name] for name in first_layer.state_dict()})
         _save(first_layer, models.draft_model)
-        _save_head(_eagle(), {}, models.eagle)
-        aux = {"draft_vocab_size": len(WORDS), "eagle_aux_hidden_state_layer_ids": _AUX_LAYERS}
-        _save_head(_eagle3(target), aux, models.eagle3)
+        _eagle(target).save(models.eagle)
+        _eagle3(target).save(models.eagle3)
         for weight in target.parameters():
             weight.add_(0.3 * weight.std() * torch.randn_like(weight) if weight.dim() == 2 else 0.0)
         _save(target, models.updated)
@@ -87,45 +84,35 @@ def _target() -> LlamaForCausalLM:
     return model
 
 
-def _eagle() -> Weights:
-    """An EAGLE head that passes the last token's embedding to the target's LM head, nearly unchanged.
-
-    vLLM's layout: `fc` [H, 2H] takes (embedding, target's hidden state), one decoder layer without input norm follows.
-    """
-    fc = torch.cat([torch.eye(_HIDDEN), 0.1 * _random(_HIDDEN, _HIDDEN)], 1)
-    return _layer("layers.0", _HIDDEN) | {"fc.weight": fc}
-
-
-def _eagle3(target: LlamaForCausalLM) -> Weights:
-    """An EAGLE-3 head whose attention finds tokens like the last one and passes on its embedding.
-
-    vLLM's layout: `fc` [H, 3H] takes three of the target's hidden states, the layer reads (embedding, hidden) [2H].
-    """
-    embedding_only = torch.cat([torch.eye(_HIDDEN), torch.zeros(_HIDDEN, _HIDDEN)], 1)
-    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm")
-    return (
-        _layer("midlayer", 2 * _HIDDEN)
-        | {f"midlayer.self_attn.{name}_proj.weight": embedding_only.clone() for name in "qkv"}
-        | {"midlayer.self_attn.o_proj.weight": torch.eye(_HIDDEN)}
-        | {f"{name}.weight": torch.ones(_HIDDEN) for name in norms}
-        | {"fc.weight": 0.1 * _random(_HIDDEN, 3 * _HIDDEN), "lm_head.weight": target.lm_head.weight.clone()}
-    )
+def _eagle(target: LlamaForCausalLM) -> EagleHead:
+    """An EAGLE head that passes the last token's embedding to the target's LM head, nearly unchanged."""
+    head = EagleHead(layer_config(target.config))
+    _draw(head)
+    of_states = 0.1 * head.fc.weight[:, _HIDDEN:]
+    head.fc.weight.copy_(torch.cat([torch.eye(_HIDDEN), of_states], 1))
+    return head
 
 
-def _layer(prefix: str, width: int) -> Weights:
-    """A Llama decoder layer whose attention reads vectors of `width`."""
-    weights = {f"{prefix}.self_attn.{name}_proj.weight": _random(_HEADS * _HEAD_SIZE, width) for name in "qkv"}
-    return weights | {
-        f"{prefix}.self_attn.o_proj.weight": 0.1 * _random(_HIDDEN, _HEADS * _HEAD_SIZE),
-        f"{prefix}.mlp.gate_proj.weight": _random(_MLP, _HIDDEN),
-        f"{prefix}.mlp.up_proj.weight": _random(_MLP, _HIDDEN),
-        f"{prefix}.mlp.down_proj.weight": 0.1 * _random(_HIDDEN, _MLP),
-        f"{prefix}.post_attention_layernorm.weight": torch.ones(_HIDDEN),
-    }
+def _eagle3(target: LlamaForCausalLM) -> Eagle3Head:
+    """An EAGLE-3 head whose attention finds tokens like the last one and passes on its embedding."""
+    head = Eagle3Head(layer_config(target.config), _AUX_LAYERS, own_lm_head=True)
+    _draw(head)
+    attention = head.layer.self_attn
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        projection.weight.copy_(torch.eye(_HIDDEN, 2 * _HIDDEN))
+    attention.o_proj.weight.copy_(torch.eye(_HIDDEN))
+    head.fc.weight.mul_(0.1)
+    assert head.lm_head is not None
+    head.lm_head.weight.copy_(target.lm_head.weight)
+    return head
 
 
-def _random(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(rows, columns) * float(columns**-0.5)
+def _draw(head: DrafterHead) -> None:
+    """Draw a head's matrices; what its layer adds to its input is small."""
+    for name, weight in head.named_parameters():
+        if weight.dim() == 2:
+            small = 0.1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            weight.normal_(0.0, small * weight.shape[1] ** -0.5)
 
 
 def _save(model: LlamaForCausalLM, folder: Path) -> None:
@@ -137,10 +124,3 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=WORDS[0]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=WORDS[EOS]).save_pretrained(folder)
-
-
-def _save_head(weights: Weights, extra: dict[str, object], folder: Path) -> None:
-    folder.mkdir(parents=True)
-    config = _config(layers=1).to_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "float32"} | extra
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")

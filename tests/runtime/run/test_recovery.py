@@ -1,7 +1,6 @@
 """Going back, with stand-ins for actors that tell in which order they were asked."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
