@@ -14,7 +14,6 @@ import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -49,10 +48,6 @@ TensorPlace = tuple[str, str, list[int], int]
 """Name, dtype, shape, offset in bytes."""
 
 
-def _place(name: str, tensor: Tensor, offset: int) -> TensorPlace:
-    return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset
-
-
 class WeightSource(Protocol):
     """Whole weights by Hugging Face name, one by one, any number of times; as vLLM's `WeightSource`.
 
@@ -80,24 +75,22 @@ class WeightBucket:
     last: bool
 
 
-class SharedMemory:
-    """An anonymous file of `num_bytes` that processes of this machine can map, at `path` and identified by `token`.
+class BucketSlots:
+    """Memory for `num` buckets of `size` bytes, used in turn: an anonymous file that processes of this machine can map.
 
-    It ends with the last process that maps it: a killed process leaves nothing behind, and the size of /dev/shm does
-    not matter.
+    It is at `path`, identified by `token`, and ends with the last process that maps it: a killed process leaves nothing
+    behind, and the size of /dev/shm does not matter. A bucket takes no further tensor that would make it more than
+    `full_at` bytes.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, size: int, num: int = 2, *, full_at: int = 0) -> None:
+        self.size, self.num = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, num
+        self.full_at = full_at or size
         self.token = secrets.token_hex(8)
         self._file = os.memfd_create(f"tltlab-weights-{self.token}")
-        os.ftruncate(self._file, max(num_bytes, 1))
+        os.ftruncate(self._file, self.size * num)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self.memory = _map(self._file)
-
-    def store(self, tensor: Tensor, start: int) -> Tensor:
-        """Return a copy of a tensor in this memory, from byte `start` on."""
-        place = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return place.copy_(tensor.detach())
 
     def close(self) -> None:
         """Close the file; the memory ends with its last mapping."""
@@ -107,44 +100,6 @@ class SharedMemory:
 
     def __del__(self) -> None:
         self.close()
-
-
-class ModelMemory(SharedMemory):
-    """Memory that holds a model's tensors, so that weights are sent by place and only the reader copies.
-
-    Tensors move there one by one; assigning their `data` later takes them out again.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        tensors = list(dict.fromkeys(tensors))
-        starts = [0, *accumulate(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors)]
-        super().__init__(starts[-1])
-        for tensor, start in zip(tensors, starts, strict=False):
-            tensor.data = self.store(tensor, start)
-
-    def bucket(self, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket | None:
-        """Return all weights as one bucket, None where one of them lies elsewhere."""
-        places = []
-        for name, tensor in weights:
-            if tensor.untyped_storage().data_ptr() != self.memory.data_ptr() or not tensor.is_contiguous():
-                return None
-            offset = tensor.data_ptr() - self.memory.data_ptr()
-            places.append(_place(name, tensor, offset))
-        return WeightBucket(
-            path=self.path, token=self.token, start=0, nbytes=len(self.memory), tensors=places, number=0, last=True
-        )
-
-
-class BucketSlots(SharedMemory):
-    """Memory for `num` buckets of `size` bytes, used in turn.
-
-    A bucket takes no further tensor that would make it more than `full_at` bytes.
-    """
-
-    def __init__(self, size: int, num: int = 2, *, full_at: int = 0) -> None:
-        self.size, self.num = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, num
-        self.full_at = full_at or size
-        super().__init__(self.size * num)
 
     @classmethod
     def fit(cls, weights: Iterable[TensorMeta | Tensor], bucket_bytes: int = 0) -> BucketSlots:
@@ -164,8 +119,9 @@ class BucketSlots(SharedMemory):
                 yield self._bucket(number, used, tensors, last=False)
                 number, used, tensors = number + 1, 0, []
             start = number % self.num * self.size + used
-            self.store(tensor, start)
-            tensors.append(_place(name, tensor, used))
+            place = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            place.copy_(tensor.detach())
+            tensors.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), used))
             used += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
         yield self._bucket(number, used, tensors, last=True)
 
@@ -272,7 +228,7 @@ class Engines:
         first = init_info["rank_offset"]
         return {n: init_info | {"rank_offset": first + n * self.gpus_each} for n in self.workers}
 
-    def start_weight_update(self, memory: SharedMemory | None = None) -> None:
+    def start_weight_update(self, memory: BucketSlots | None = None) -> None:
         """Start an update; find the workers that cannot map `memory`, which receive its contents."""
         place = None if memory is None else (memory.path, memory.token)
         visibility = self.wait(self._ask("start", place))

@@ -53,7 +53,6 @@ from tltlab.runtime.drafter.heads.target import FrozenTarget, is_mimo
 from tltlab.runtime.engine.weights import (
     BucketSlots,
     Engines,
-    ModelMemory,
     WeightSource,
     load_buckets,
     write_adapter,
@@ -186,7 +185,7 @@ class Trainer:
             self.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             for layer in decoder_layers(self.policy.model):
                 layer.training = True
-        self._sender = WeightSender(sent, rank, self.policy.model_memory)
+        self._sender = WeightSender(sent, rank)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.optimizer = torch.optim.AdamW(
             _decay_groups(self.policy, config),
@@ -572,10 +571,10 @@ class Trainer:
 
 
 class WeightSender:
-    """Rank 0 sends, the others help to gather. `model_memory`: the memory that holds the weights."""
+    """Rank 0 sends, the others help to gather."""
 
-    def __init__(self, source: WeightSource, rank: int, model_memory: ModelMemory | None = None) -> None:
-        self.source, self.rank, self.model_memory = source, rank, model_memory
+    def __init__(self, source: WeightSource, rank: int) -> None:
+        self.source, self.rank = source, rank
         self._slots: BucketSlots | None = None
         self._device: Any = None
 
@@ -591,22 +590,11 @@ class WeightSender:
             for _ in self.source:
                 pass
         else:
-            self._send(engines)
-        return engines.failed
-
-    def _send(self, engines: Engines) -> None:
-        bucket = self.model_memory.bucket(self.source) if self.model_memory is not None else None
-        if self.model_memory is not None and bucket is not None:
-            engines.start_weight_update(self.model_memory)
-            if not engines.far:
-                engines.wait(engines.load(bucket, self.model_memory.memory.numpy()))
-                engines.finish_weight_update()
-                return
-        if self._slots is None:
-            self._slots = BucketSlots.fit(self.source.metadata())
-        if bucket is None:
+            if self._slots is None:
+                self._slots = BucketSlots.fit(self.source.metadata())
             engines.start_weight_update(self._slots)
-        load_buckets(self.source, self._slots, engines)
+            load_buckets(self.source, self._slots, engines)
+        return engines.failed
 
 
 class SafetensorsWriter(HuggingFaceStorageWriter):
@@ -814,7 +802,7 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 class PolicyModel(nn.Module):
-    """Log-probs of response tokens under a causal model at `temperature`. On a CPU `model_memory` may hold its weights.
+    """Log-probs of response tokens under a causal model at `temperature`.
 
     Everything happens in `forward`, the LM head too: FSDP2 gathers a module's parameters around its forward alone.
     """
@@ -825,7 +813,6 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
-        self.model_memory: ModelMemory | None = None
         self.sequence_ranks = sequence_ranks
 
     def forward(self, batch: PackedTokens, *, whole: bool = False, entropy: bool = False) -> Tensor:
@@ -895,8 +882,6 @@ def load_policy_model(
     policy = PolicyModel(network, temperature, sequence_ranks)
     if mesh is None:
         policy.to(device)
-        if lora is None and device.type == "cpu":
-            policy.model_memory = ModelMemory(network.state_dict(keep_vars=True).values())
     else:
         _shard(policy, device, mesh, dtype)
     if lora is not None:

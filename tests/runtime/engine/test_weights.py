@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.refused import refused
 from tltlab.errors import RunError
 from tltlab.runtime.engine.vllm import starting
-from tltlab.runtime.engine.weights import BucketSlots, Engines, MappedMemory, ModelMemory, WeightBucket
+from tltlab.runtime.engine.weights import BucketSlots, Engines, MappedMemory, WeightBucket
 from tltlab.runtime.trainer.whole import WholeTensors
 
 KIB = 1 << 10
@@ -86,22 +86,6 @@ def test_bucket_comes_to_another_machine_as_its_bytes(slots):
         copy_in = there.copy_in(bucket, slots.bytes_of(bucket).copy())
         found |= {name: tensor.clone() for name, tensor in mapped.tensors(copy_in)}
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors().items())
-
-
-def test_tensors_at_home_are_read_where_they_are():
-    weights = {name: tensor for name, tensor in tensors().items() if name != "transposed"}
-    weights["tied"] = weights["embed"]
-    home = ModelMemory(weights.values())
-    assert all(torch.equal(weights[name], tensor) for name, tensor in tensors().items() if name in weights)
-    bucket = home.bucket(weights.items())
-    assert bucket is not None
-    read = dict(MappedMemory().tensors(bucket))
-    with torch.no_grad():
-        weights["large"].mul_(2)
-        weights["parameter"].add_(1)
-    assert all(torch.equal(read[name], tensor) for name, tensor in weights.items())
-    weights["odd"].data = weights["odd"].clone()
-    assert home.bucket(weights.items()) is None
 
 
 def test_memory_that_is_gone_or_another_is_error(slots, tmp_path):
