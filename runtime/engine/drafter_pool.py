@@ -94,6 +94,10 @@ class _Feed:
         self.drafter.close(live.key)
 
 
+_METHODS_WITHOUT_NETWORK = frozenset({"ngram", "ngram_gpu", "suffix"})
+"""Methods of vLLM's speculative_config; the others run a network."""
+
+
 class DrafterPool(Mapping[str, DrafterState]):
     """Drafters by the names that strategies use; as a mapping it gives policies the state of each.
 
@@ -205,9 +209,9 @@ class DrafterPool(Mapping[str, DrafterState]):
         return self.on_host or not any(self._is_model_free(part) for part in self._parts(name))
 
     def has_network(self, name: str) -> bool:
-        """Return True if drafter `name` has a network, as every vLLM method but n-grams and suffixes has."""
+        """Return True if a drafter has a network; one that is not of this pool is called by its method in vLLM."""
         registry = self.registry
-        return registry[name].has_network if name in {*registry} else not name.startswith("ngram")
+        return registry[name].has_network if name in registry else name not in _METHODS_WITHOUT_NETWORK
 
     @property
     def feeds(self) -> bool:

@@ -25,7 +25,7 @@ from tltlab.files import read_object
 from tltlab.importers.sources import TraceSource, read
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import WHOLE_TOKENS
-from tltlab.sim.config import SimulationConfig, file_of_run
+from tltlab.sim.config import SimulationConfig, decision_interval, file_of_run
 from tltlab.sim.scenario import Scenario, policy_name
 from tltlab.sim.tuning.cases import oracle_policy
 from tltlab.state import DrafterState
@@ -119,13 +119,14 @@ class Waterfall:
 class _Run:
     """RL steps under one policy: as simulated, `samples` times, and what an `asynchronous` engine takes (None: same).
 
-    `measured_s` are their seconds, None where these are to be simulated.
+    A best choice holds for `block` iterations. `measured_s` are their seconds, None where these are to be simulated.
     """
 
     name: str
     policy: Policy
     scenario: Scenario
     entropy: Sequence[Sequence[int]] | None = None
+    block: int
     samples: int = 1
     asynchronous: CostModel | None = None
     measured_s: Floats | None = None
@@ -144,9 +145,10 @@ class _Run:
         """Yield the simulations after the bounds, each with one change to the one before, in order."""
         ideal, late, exact = self._ideal, self._late, self._exact
         oracle, own = oracle_policy(ideal, self._strategies), self._own(self._strategies)
-        best = Cell(name="placement", policy=oracle, scenario=ideal, delay=0, entropy=self.entropy)
-        mine = replace(best, name="choice of depth", policy=self.policy, delay=None)
-        yield replace(best, name="drain", scenario=ideal.placed("longest_first"))
+        fewer = replace(ideal, decision_block=max(self.block, ideal.decision_block))
+        best = Cell(name="placement", policy=oracle, scenario=fewer, delay=0, entropy=self.entropy)
+        mine = replace(best, name="choice of depth", policy=self.policy, scenario=ideal, delay=None)
+        yield replace(best, name="drain", scenario=fewer.placed("longest_first"))
         yield best
         # A planner that moves requests or gathers them comes here.
         if 1 < len(own) < len(self._strategies):
@@ -172,7 +174,7 @@ class _Run:
         columns: dict[str, Any] = {"rl_step": [step.rl_step for step in self.scenario.steps], "policy": self.name}
         for name, several in until.items():
             after = np.mean(several, axis=0)
-            # What changes nothing but the last digits does not apply, and the next step counts from before it.
+            # A change of the last digits alone does not apply, and the next step counts from before it.
             if name in ("bound", "unexplained") or (np.abs(after - before) > _ROUNDING * after).any():
                 columns[name], before = after - before, after
         return pd.DataFrame(columns)
@@ -184,7 +186,7 @@ class _Run:
 
     @cached_property
     def _strategies(self) -> list[Strategy]:
-        """What the best choices are among: of one acceptance for all drafters, chains of the policy's own."""
+        """Strategies to choose the best from: with one acceptance for all drafters, chains of the policy's own."""
         ideal = self._ideal
         _, strategies = ideal.bounding(self.policy)
         own = self._own(strategies)
@@ -228,7 +230,8 @@ def waterfall(
     its RL steps; what is left to the measured seconds is `unexplained`. With a `policy`, or `settings` (those of
     `SimulationConfig`) other than `rl_steps` and `seed`, and for a trace without times, the responses are simulated,
     under plain decoding where no policy is named: the makespan is then that of `simulate`. Of more than 24 RL steps a
-    sample of 8 is taken unless `rl_steps` name some; `jobs` processes (None: one per core) share the simulations.
+    sample of 8 is taken unless `rl_steps` name some; `jobs` processes (None: one per core) share the simulations. Best
+    choices are made anew every `decision_interval` iterations. Time grows with what `simulate` takes, some five times.
 
     Order matters. Drafting and synchronous scheduling are changes of the bound, which is then that of `compare`, and
     the steps after it are at real costs. The bound holds for any shape of the schedule, so none of `drafting`,
@@ -253,7 +256,8 @@ def waterfall(
     else:
         policy = "none" if policy is None else policy
         scenario = Scenarios(source, config).of(rl_steps)
-        runs = [_Run(name=policy_name(policy), policy=load_policy(policy, held=True), scenario=scenario)]
+        own = load_policy(policy, held=True)
+        runs = [_Run(name=policy_name(policy), policy=own, scenario=scenario, block=decision_interval(source))]
     cells = [list(run.cells()) for run in runs]
     table = Study(cells=[cell for each in cells for cell in each], details=False, jobs=jobs).table()
     if failed := table.attrs["failed"]:
@@ -298,7 +302,7 @@ def _recorded(trace: Trace, rl_steps: Sequence[int], seed: int) -> Iterator[_Run
             scenario = replace(scenario, drafter_states=each)
         yield _Run(
             name=force.name, policy=force.policy, scenario=scenario, entropy=force.entropy(scenario.workers),
-            samples=_SAMPLES, asynchronous=_asynchronous(trace, scenario.costs),
+            block=decision_interval(trace), samples=_SAMPLES, asynchronous=_asynchronous(trace, scenario.costs),
             measured_s=np.array([measured_s[step] for step in steps]),
         )  # fmt: skip
 

@@ -29,7 +29,7 @@ _CHART_IN = 8.0
 
 
 class OfPage:
-    """What a section consists of."""
+    """A block of a section."""
 
     __slots__ = ()
 

@@ -6,8 +6,9 @@ import errno
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Self
@@ -253,6 +254,29 @@ def _scan(parquet: pq.ParquetFile, path: Path) -> Iterator[pa.Table]:
             yield pa.Table.from_batches([batch])
     except _DAMAGE as error:
         raise TraceError(f"{path}: cannot be read (damaged?): {error}") from error
+
+
+class ReadTable(TraceTable):
+    """Some RL steps of a stored table; what is selected of it shares the rows, read when one of them is first used."""
+
+    def __init__(self, stored: StoredTable, rl_steps: Sequence[int], memory: Callable[[], MemoryTable] | None = None):
+        selected = np.isin(stored.rl_steps, rl_steps)
+        self.rl_steps, self.rows_per_step = stored.rl_steps[selected], stored.rows_per_step[selected]
+        self._stored = stored
+        self._memory = memory or cache(lambda: MemoryTable(stored.name, stored.load(None)))
+
+    def _matching(self, rl_steps: Sequence[int] | None) -> list[int]:
+        chosen = self.rl_steps if rl_steps is None else self.rl_steps[np.isin(self.rl_steps, rl_steps)]
+        return list(chosen.tolist())
+
+    def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
+        return self._memory().load(self._matching(rl_steps))
+
+    def part(self, rl_steps: Sequence[int] | None) -> TablePart:
+        return self._memory().part(self._matching(rl_steps))
+
+    def select(self, rl_steps: Sequence[int]) -> ReadTable:
+        return ReadTable(self._stored, self._matching(rl_steps), self._memory)
 
 
 def damaged(folder: Path, contents: Contents) -> list[str]:

@@ -22,6 +22,7 @@ from .engines import EngineTrace, merge_recordings
 from .schema import KEY, MANIFEST_FILE, REQUIRED_TABLES, TABLES, Contents, Manifest, is_trace
 from .storage import (
     MemoryTable,
+    ReadTable,
     StoredTable,
     TraceTable,
     cannot_write,
@@ -140,8 +141,17 @@ class Trace:
         return self._of_steps(selected, selected, self.tables)
 
     def iter_rl_steps(self) -> Iterator[Trace]:
-        """One-step traces in order, whose tables are read when they are used: the way through a large trace."""
-        yield from (self._of_steps([rl_step], [rl_step], self.tables) for rl_step in self.rl_steps)
+        """One-step traces in order: the way through a trace larger than memory.
+
+        Tables are read when they are used, those of neighbouring RL steps together (CHUNK_BYTES), and kept while one
+        of these RL steps is.
+        """
+        for part in self.parts():
+            shared = {
+                name: ReadTable(table, table.rl_steps.tolist()) if isinstance(table, StoredTable) else table
+                for name, table in part.tables.items()
+            }
+            yield from (self._of_steps([rl_step], [rl_step], shared) for rl_step in part.rl_steps)
 
     def parts(self) -> Iterator[Trace]:
         """This trace in traces of neighbouring RL steps, each about CHUNK_BYTES when all its tables are read.
