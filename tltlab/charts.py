@@ -169,8 +169,8 @@ def scatter_identity(
 def waterfall(steps: Sequence[tuple[str, float]], *, measured: bool, title: str, width_in: float = _WIDTH_IN) -> Figure:
     """Steps of (name, seconds) from top to bottom, each bar from where the one before ends, and their sum below.
 
-    What is simulated is blue, the sum where it is `measured` orange, and between the two what is left open. The axis
-    begins near the first step's end where the others are small, and its bar is then broken.
+    What is simulated is blue, the sum where it is `measured` orange, what is unexplained between the two grey. The
+    axis begins near the first step's end where the others are small, and its bar is then broken.
     """
     names, seconds = [name for name, _ in steps], np.array([size for _, size in steps])
     ends = np.cumsum(seconds)
@@ -181,13 +181,10 @@ def waterfall(steps: Sequence[tuple[str, float]], *, measured: bool, title: str,
     figure = Figure(figsize=(width_in, 0.75 + 0.27 * (len(steps) + 1)), layout="constrained")
     axes = figure.subplots()
     looks = [blue, *(gain if size < 0 else pale for size in seconds[1:]), orange if measured else blue]
-    hatches = [""] * len(looks)
     if "unexplained" in names:
-        looks[-2], hatches[-2] = grey, "////"
+        looks[-2] = grey
     widths, starts = [*seconds, total], [*begins, 0.0]
-    bars = axes.barh(range(len(looks)), widths, left=starts, height=0.66, color=looks, edgecolor="white", linewidth=0)
-    for bar, hatch in zip(bars, hatches, strict=True):
-        bar.set_hatch(hatch)
+    axes.barh(range(len(looks)), widths, left=starts, height=0.66, color=looks)
     for row, end in enumerate(ends):
         axes.plot([end, end], [row + 0.33, row + 0.67], color="#6f6f6f", linewidth=0.7, solid_capstyle="butt")
     places_after = 1 if total >= 100 else 2 if total >= 1 else 3

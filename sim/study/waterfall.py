@@ -231,7 +231,7 @@ def waterfall(
     `SimulationConfig`) other than `rl_steps` and `seed`, and for a trace without times, the responses are simulated,
     under plain decoding where no policy is named: the makespan is then that of `simulate`. Of more than 24 RL steps a
     sample of 8 is taken unless `rl_steps` name some; `jobs` processes (None: one per core) share the simulations. Best
-    choices are made anew every `decision_interval` iterations. Time grows with what `simulate` takes, some five times.
+    choices are made anew every `decision_interval` iterations. A step takes one simulation; where draws differ, three.
 
     Order matters. Drafting and synchronous scheduling are changes of the bound, which is then that of `compare`, and
     the steps after it are at real costs. The bound holds for any shape of the schedule, so none of `drafting`,
