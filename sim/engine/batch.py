@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -215,8 +215,24 @@ class Batch:
     def preempt(self) -> tuple[int, float]:
         """Put the newest out; the request and its generated tokens."""
         request = int(self.residents[-1])
-        self.residents = self.residents[:-1]
-        return request, self.generated(request)
+        return request, self.remove(request)
+
+    def remove(self, request: int) -> float:
+        """Put a resident out; the tokens that it has generated."""
+        self.residents = self.residents[self.residents != request]
+        return self.generated(request)
+
+    def mark(self) -> Callable[[], None]:
+        """Return what brings the residents back to where they are now, if the last macro-step has not been settled."""
+        residents, made, num_drafts = self.residents, self.made[self.residents], self.num_drafts[self.residents]
+        num_uncounted = len(self._uncounted)
+
+        def back() -> None:
+            self.residents, self._finished = residents, []
+            self.made[residents], self.num_drafts[residents] = made, num_drafts
+            del self._uncounted[num_uncounted:]
+
+        return back
 
     def settle(self) -> None:
         """The last macro-step's time has passed: what it finished is known from now on."""
@@ -386,11 +402,25 @@ class FluidBatch(Batch):
 
     def preempt(self) -> tuple[int, float]:
         request = next(reversed(self._offsets))
+        return request, self.remove(request)
+
+    def remove(self, request: int) -> float:
         generated = self.generated(request)
         if self._drafting:
             self.drafts(request)
         self._remove(request)
-        return request, generated
+        return generated
+
+    def mark(self) -> Callable[[], None]:
+        offsets, entry, finish = dict(self._offsets), dict(self._entry), list(self._finish)
+        sums, num_drafting = (self._clock, self._base, self._grows_to), len(self._drafting)
+
+        def back() -> None:
+            self._offsets, self._entry, self._finish = offsets, entry, finish
+            self._clock, self._base, self._grows_to = sums
+            del self._drafting[num_drafting:]
+
+        return back
 
     def _remove(self, request: int) -> None:
         self._base -= self.requests.prompt_tokens[request] - self._offsets.pop(request)

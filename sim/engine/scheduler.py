@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tltlab.costs.base import CostModel
@@ -215,6 +215,17 @@ class Scheduler:
         if tokens == 0.0:
             return (limit if left_tokens > 0 else min(limit, 1.0)), 0.0
         return min(limit, max(1.0, (left_tokens + TOLERANCE_TOKENS) // tokens)), tokens
+
+    def take(self, requests: Collection[int]) -> list[tuple[int, float]]:
+        """Put requests out, wherever they are here; each with what it has generated."""
+        taken = [each for each in self.unfinished() if each[0] in requests]
+        for request in set(self.batch.running) & set(requests):
+            self.batch.remove(request)
+        self.waiting = deque(each for each in self.waiting if each[0] not in requests)
+        self.prefilling = deque(each for each in self.prefilling if each.request not in requests)
+        for request in requests:
+            self.cached_tokens.pop(request, None)
+        return taken
 
     def unfinished(self) -> list[tuple[int, float]]:
         """Requests that run, wait or are prefilled, with what each has generated."""
