@@ -29,7 +29,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import simpy
@@ -225,6 +225,14 @@ class RolloutSimulator:
         return drained
 
 
+class Asked(NamedTuple):
+    """The choice that is verified now, whether the policy made it anew, and seconds to bring speculation in."""
+
+    choice: Choice
+    is_decision: bool
+    switch_s: float
+
+
 class Worker:
     """One engine in virtual time, stepped from macro-step to macro-step in the order that the module draws."""
 
@@ -303,27 +311,31 @@ class Worker:
                     if not down_to:
                         return
                     continue
-            choice, entry, first_s = self._advance(batch, up_front, env.now)
+            asked = self._ask(batch, scheduler.num_waiting)
+            entry, first_s = self._advance(asked, up_front, env.now)
             yield env.timeout(entry.switch_s + entry.prefill_s + entry.macro.seconds)
-            self._settle(choice, entry, first_s, env.now)
+            self._settle(asked.choice, entry, first_s, env.now)
         if self.feed is not None:
             for request, generated in scheduler.unfinished():
                 self.feed.leave(request, generated)
 
-    def _advance(self, batch: int, up_front: float, start_s: float) -> tuple[Choice, LogEntry, float]:
-        """Ask the policy, then run the batch until something happens.
+    def _advance(
+        self, asked: Asked, up_front: float, start_s: float, most: float = math.inf
+    ) -> tuple[LogEntry, float]:
+        """Run the batch until something happens, at most so many iterations.
 
-        Returns the choice that is verified, the macro-step, and the time at which its first iteration ends.
+        Returns the macro-step, and the time at which its first iteration ends.
         """
-        scheduler, waiting = self.scheduler, self.scheduler.num_waiting
-        choice, is_decision, switch_s = self._ask(batch, waiting)
+        scheduler, waiting, batch = self.scheduler, self.scheduler.num_waiting, len(self.batch)
+        choice, is_decision, switch_s = asked
         prefill_s = self.simulator.costs.prefill_s(up_front) if up_front else 0.0
         regimes = self.simulator.regimes
         # A plain iteration that the policy could not have chosen, a rollout's first, pays for no loaded drafter.
         listed = choice is not NO_CHOICE or NO_SPECULATION in regimes.strategies
         loaded = listed and (self.drafter_ready or not regimes.loads_late)
         regime = regimes.at(choice.strategy, batch, loaded=loaded)
-        most = math.inf if self.keeps else self.simulator.decision_block
+        if not self.keeps:
+            most = min(most, self.simulator.decision_block)
         if self.feed is not None:
             most = min(most, MOST_ITERATIONS)
         if self.away:
@@ -346,15 +358,15 @@ class Worker:
             start_s, switch_s, prefill_s, prefill_tokens, beside,
             waiting, is_decision, choice.bucket, choice.propensity, None, noise, macro,
         )  # fmt: skip
-        return choice, entry, first_s
+        return entry, first_s
 
-    def _ask(self, batch: int, waiting: int) -> tuple[Choice, bool, float]:
-        """The choice that is verified now, whether the policy made it anew, and seconds to bring speculation in."""
+    def _ask(self, batch: int, waiting: int) -> Asked:
+        """Ask the policy where it is to choose anew."""
         anew, self.asked_at = (batch, waiting) != self.asked_at, (batch, waiting)
         if self.memoryless:
             if anew:
                 self.in_force = self.simulator.choices.choose(batch, waiting, self.requests.rl_step)
-            return self.in_force, anew, self._switch_s(self.in_force)
+            return Asked(self.in_force, anew, self._switch_s(self.in_force))
         verified, decided = self.in_force, self.decided
         chosen = self.driver.again(batch, waiting, self.requests.rl_step)
         if chosen is None:
@@ -362,7 +374,7 @@ class Worker:
         self.in_force, self.decided = chosen, True
         self.keeps = chosen.stays and (verified == chosen or not self.ahead) and self._needs_no_outcome
         switch_s = 0.0 if self.drafter_ready else self._switch_s(chosen)
-        return (verified, decided, switch_s) if self.ahead else (chosen, True, switch_s)
+        return Asked(verified, decided, switch_s) if self.ahead else Asked(chosen, True, switch_s)
 
     def _state(self, batch: int, waiting: int) -> StepState:
         return StepState(
