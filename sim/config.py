@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from inspect import Parameter, signature
 from pathlib import Path
@@ -29,9 +30,11 @@ from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json
 from tltlab.hardware import ModelShape
 from tltlab.options import Option, check
-from tltlab.own import is_own
+from tltlab.own import is_own, split
 from tltlab.planning.composition import Admission, SharedBuffer, Workload
 from tltlab.planning.placement import Placement
+from tltlab.planning.planners import PLANNERS, load_planner
+from tltlab.planning.rollout import RolloutPlanner, Shape
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.workload import Prefix
 from tltlab.traces.trace import Trace, run_folder
@@ -104,6 +107,23 @@ class SimulationConfig:
         str | Placement | type[Placement] | None,
         Option(f"One of {', '.join(PLACEMENTS)}, or module:Class. [default: contiguous, or the system's]"),
     ] = None
+    planner: Annotated[
+        str | RolloutPlanner | type[RolloutPlanner] | None,
+        Option(
+            f"Who moves requests between engines: {', '.join(PLANNERS)}, or module:Class. [default: stay, all do where "
+            "they were placed]"
+        ),
+    ] = None
+    shapes: Annotated[
+        str | Mapping[Shape, CostModel] | None,
+        Option(
+            "Engines x GPUs of each, onto which a planner may gather: 2x4, or 1x2=COSTS with a cost file. "
+            "[default: with --gpus all wider ones]"
+        ),
+    ] = None
+    gather_s: Annotated[
+        float, Option("Seconds from the end of engines to the start of those of another shape, prefill apart.")
+    ] = 0.3
     mode: Annotated[str, Option("fluid (expected tokens) or sampled.", choices=get_args(Mode))] = "fluid"
     seed: Annotated[int, Option("Seed of policies, of searches and of what is sampled.", min=0)] = 0
     rl_steps: Annotated[
@@ -143,6 +163,8 @@ class SimulationConfig:
         at_least(1, decision_block=self.decision_block, max_tools=self.max_tools)
         if self.tool_s is not None and not 0 <= self.tool_s < math.inf:
             raise ConfigError(f"the seconds of a tool must be 0 or more, got {self.tool_s}")
+        if not 0 <= self.gather_s < math.inf:
+            raise ConfigError(f"the seconds of a gather must be 0 or more, got {self.gather_s}")
         asked = [f"--{name} {value}" for name, value in self._machine.items() if value is not None]
         for name in ("costs", "workers"):
             if asked and getattr(self, name) is not None:
@@ -172,10 +194,40 @@ class SimulationConfig:
         machine = Deployment.of(self.gpus, self.model, engine=self.engine, tp=self.tp, tokens=tokens)
         known = self.acceptance is not None or self.find_acceptance(trace)[0] is not None
         resolved = replace(
-            self, costs=machine.costs, workers=machine.workers, acceptance=self.acceptance if known else DEFAULT,
+            self, costs=machine.costs, workers=machine.workers, shapes=self._shapes_on(machine),
+            acceptance=self.acceptance if known else DEFAULT,
             gpus=None, model=None, engine=None, tp=None,
         )  # fmt: skip
         return resolved, machine
+
+    def _shapes_on(self, machine: Deployment) -> Mapping[Shape, CostModel] | str | None:
+        """Costs of the shapes that the settings name, of all of wider engines where they name none."""
+        if load_planner(self.planner) is None or isinstance(self.shapes, Mapping) or "=" in (self.shapes or ""):
+            return self.shapes
+        active = Shape(engines=machine.workers, gpus=machine.costs.tp)
+        if self.shapes is not None:
+            named = [Shape.of(part) for part in split(self.shapes)]
+            for shape in named:
+                active.check_same_gpus(shape)
+            return {shape: machine.at(shape.gpus) for shape in named}
+        wider = dict[Shape, CostModel]()
+        for engines in (n for n in range(active.engines - 1, 0, -1) if active.engines % n == 0):
+            shape = Shape(engines=engines, gpus=machine.num_gpus // engines)
+            with suppress(ConfigError):
+                wider[shape] = machine.at(shape.gpus)
+        return wider
+
+    def find_shapes(self) -> dict[Shape, CostModel]:
+        """Costs of the shapes onto which a planner may gather. ConfigError for one without costs."""
+        if not isinstance(self.shapes, str):
+            return dict(self.shapes or {})
+        found = {}
+        for part in split(self.shapes):
+            shape, equals, costs = part.partition("=")
+            if not equals:
+                raise ConfigError(f"shape {part} has no costs: write {part}=COSTS, or give --gpus and --model")
+            found[Shape.of(shape)] = load_costs(costs)
+        return found
 
     def steps_of(self, trace: Trace) -> Sequence[int] | None:
         """Return the RL steps of the trace that the settings name; None where they name none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from tltlab.acceptance.load import DEFAULTS, granted
 from tltlab.acceptance.per_drafter import PerDrafter, refuse_one_for_several
 from tltlab.arrays import Floats
 from tltlab.config import shown
+from tltlab.console import progress
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, UniformBudget
@@ -23,13 +25,18 @@ from tltlab.drafters.specs import NETWORK, STANDARD, TEXT, Drafters, DrafterSpec
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
 from tltlab.own import from_user, raised, split
+from tltlab.planning.beliefs import LengthBelief
 from tltlab.planning.composition import Admission, SharedBuffer
+from tltlab.planning.planners import load_planner
+from tltlab.planning.rollout import RolloutPlanner, Shape
+from tltlab.planning.rollout_driver import PlanDriver
 from tltlab.policies.driver import refuse_needs
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import WHOLE_TOKENS, Selector
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import Drawn, Rates, Replayed
+from tltlab.sim.engine.planned import Planned
 from tltlab.sim.engine.record import SimulatedRollout
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests
@@ -91,6 +98,8 @@ class Scenario(SimulationConfig):
     costs_name: str
     acceptance_name: str | None
     spot: SpotTraining | None = None
+    planner: RolloutPlanner | None = None
+    shapes: Mapping[Shape, CostModel] | None = None
     registry: Drafters = STANDARD
     drafter_states: tuple[DrafterState, ...] | None = None
     """The learned drafter in each RL step; None: as it follows from the RL steps before."""
@@ -112,7 +121,7 @@ class Scenario(SimulationConfig):
         )
         acceptance, acceptance_name = config.find_acceptance(trace)
         costs, costs_name = config.find_costs(trace)
-        values = {field.name: getattr(config, field.name) for field in fields(SimulationConfig)} | {
+        values: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(SimulationConfig)} | {
             "steps": steps,
             "queues": place_steps(steps, workers, config.placement, costs),
             "costs": costs,
@@ -121,9 +130,37 @@ class Scenario(SimulationConfig):
             "costs_name": costs_name,
             "acceptance_name": acceptance_name,
             "spot": None if config.spot is None else load_spot_training(config.spot),
+            "planner": load_planner(config.planner),
+            "shapes": config.find_shapes(),
             "registry": described(trace.drafters, acceptance),
         }
-        return cls(**values)
+        scenario = cls(**values)
+        if scenario.planner is not None:
+            scenario._check_planner()
+        return scenario
+
+    def _check_planner(self) -> None:
+        """ConfigError for what no planner is simulated with, and for shapes that are not of the same GPUs."""
+        active, *wider = self.all_shapes
+        for shape in wider:
+            active.check_same_gpus(shape)
+            if shape.engines > active.engines:
+                raise ConfigError(f"{shape} has more engines than the {active.engines} workers: gathers are onto fewer")
+        refused = {
+            "responses of several turns": any(step.turns is not None for step in self.steps),
+            "RL steps that are not apart": self.admission is not None,
+            "drafter training on idle workers": self.spot is not None,
+        }
+        for what, found in refused.items():
+            if found:
+                raise ConfigError(f"a planner is not simulated with {what}: leave out one of them")
+
+    @property
+    def all_shapes(self) -> dict[Shape, CostModel]:
+        """Costs of each shape that a rollout can take, that of the workers first."""
+        wider = {} if self.planner is None else dict(self.shapes or {})
+        gpus = max((shape.engines * shape.gpus for shape in wider), default=self.workers) // self.workers
+        return {Shape(engines=self.workers, gpus=max(1, gpus)): self.costs, **wider}
 
     @cached_property
     def longest_context_tokens(self) -> int:
@@ -178,23 +215,32 @@ class Scenario(SimulationConfig):
         drafters = sorted({s.drafter for s in policy.strategies if s.speculates})
         budgets = budgets_of(policy, self.workers)
         trainer = None if self.spot is None else SimulatedSpotTrainer(self.spot)
-        selectors = [policy.build(np.random.default_rng(list(words))) for words in entropy]
+        simulators = {}
+        for shape, costs in self.all_shapes.items():
+            words = entropy if not simulators else [[*each, shape.engines] for each in entropy[: shape.engines]]
+            simulators[shape] = RolloutSimulator(
+                costs=costs,
+                selectors=[policy.build(np.random.default_rng(list(each))) for each in words],
+                decision_block=self.decision_block,
+                record_rewards=record_rewards,
+                ahead=None if delay is None else False,
+                delay=delay,
+                idle_use=trainer or IdleUse(),
+                noise=costs.noise if self.mode == "sampled" else None,
+                seed=self.seed,
+                max_tools=self.max_tools,
+            )
+        simulator = next(iter(simulators.values()))
         fluid = {WHOLE_TOKENS: "mode 'fluid' has expected tokens; simulate with mode 'sampled'"}
-        refuse_needs(selectors[0], fluid if self.mode == "fluid" else {})
-        simulator = RolloutSimulator(
-            costs=self.costs,
-            selectors=selectors,
-            decision_block=self.decision_block,
-            record_rewards=record_rewards,
-            ahead=None if delay is None else False,
-            delay=delay,
-            idle_use=trainer or IdleUse(),
-            noise=self.costs.noise if self.mode == "sampled" else None,
-            seed=self.seed,
-            max_tools=self.max_tools,
-        )
-        for selector in simulator.selectors:
-            selector.drafts_with(registry)
+        refuse_needs(simulator.selectors[0], fluid if self.mode == "fluid" else {})
+        for each in simulators.values():
+            for selector in each.selectors:
+                selector.drafts_with(registry)
+        planned = None
+        if self.planner is not None:
+            if budgets:
+                raise ConfigError("a planner is not simulated with draft budgets: leave out one of them")
+            planned = Planned(PlanDriver(deepcopy(self.planner), progress), simulators, LengthBelief(), self.gather_s)
         stream = Stream(self.steps, self.admission, self.seed) if isinstance(self.admission, Admission) else None
         model_before, state = None, DrafterState()
         known = self.acceptance
@@ -209,12 +255,15 @@ class Scenario(SimulationConfig):
                 model = model.in_state(simulator.drafters).within(self.longest_context_tokens)
             if not at or model is not model_before:
                 batches = _batches(model if drafters else None, self, budgets, registry)
-                simulator.prepare(Regimes(policy.strategies, self.costs, model, registry), batches)
+                for each in simulators.values():
+                    each.prepare(Regimes(policy.strategies, each.costs, model, registry), batches)
             model_before = model
             try:
                 if isinstance(self.admission, SharedBuffer):
                     buffer = BufferFeed(step, self.workers, self.costs.kv_capacity_tokens, self.admission)
                     rollout = simulator.rollout(step, buffer.first(), buffer)
+                elif planned is not None:
+                    rollout = planned.rollout(step, queues)
                 elif stream is None:
                     rollout = simulator.rollout(step, queues)
                 else:

@@ -60,6 +60,14 @@ class MacroStep:
         return float(self.gains.sum()) * self.num_iterations / int(self.gains.shape[1])
 
     @property
+    def gained(self) -> Floats:
+        """Tokens that each request has got in all."""
+        if self.gains is None:
+            return np.full(self.batch, self.num_iterations * self.regime.tokens)
+        gained: Floats = self.gains.mean(axis=1) * self.num_iterations
+        return gained
+
+    @property
     def accepted(self) -> tuple[float, ...]:
         if self.gains is None:
             return (self.regime.tokens - 1.0,) * self.batch

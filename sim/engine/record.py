@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -18,6 +18,16 @@ from tltlab.traces.schema import KEY, TABLES, Row, columns, idle_spans, span, sp
 from .log import Columns, WorkerLog
 from .memoryless import Drained
 from .requests import Requests
+
+
+@dataclass(slots=True, kw_only=True)
+class Beside:
+    """A lane whose GPU is part of the engine that logs in another lane, its `leader`, between these seconds."""
+
+    lane: int
+    leader: int
+    start_s: float
+    until_s: float = math.inf
 
 
 @dataclass(slots=True)
@@ -48,6 +58,20 @@ class SimulatedRollout:
     submit_s: Floats | None = None
     tool_wait_s: float = 0.0
     drained: Drained | None = None
+    beside: list[Beside] = field(default_factory=list)
+
+    @classmethod
+    def begun(cls, requests: Requests, queues: list[list[int]]) -> SimulatedRollout:
+        """A rollout of which nothing has run; `queues` are the requests of each worker."""
+        worker_of, _ = requests.placed(queues)
+        return cls(
+            requests=requests,
+            worker_of=worker_of.copy(),
+            first_token_s=np.full(len(requests), np.nan),
+            finish_s=np.zeros(len(requests)),
+            logs=[WorkerLog() for _ in queues],
+            worker_end_s=[0.0] * len(queues),
+        )
 
     def columns(self) -> tuple[Columns, Ints]:
         """All macro-steps, one worker after another, and the worker of each; `drained` is all of a rollout at once."""

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tltlab.acceptance.base import UNKNOWN, Acceptance
+import numpy as np
+
+from tltlab.acceptance.base import UNKNOWN, Acceptance, RequestArrays
 from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel, IterationCost
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
+
+from .requests import Requests
+
+MANY = 64
+"""Responses that give the mean of acceptance that is replayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +104,20 @@ class Regimes:
             strategy, tokens_to_verify=1.0 + drafted, drafter_loaded=loaded, drafters=self._drafters
         )
         return Regime(strategy=strategy, cost=cost, tokens=tokens, num_drafted=drafted, most=strategy.reach, cdf=cdf)
+
+    def tokens_at(self, strategy: Strategy, batch: int, requests: Requests) -> float:
+        """About what a request gains in an iteration: where acceptance changes, halfway through its response."""
+        regime = self.at(strategy, batch)
+        if not math.isnan(regime.tokens):
+            return regime.tokens
+        assert self._acceptance is not None
+        if self._acceptance.varies_by == "position":
+            pairs = zip(requests.keys[:MANY], requests.response_tokens[:MANY], strict=True)
+            rows = [self._acceptance.positions(strategy.drafter, key, tokens) for key, tokens in pairs if tokens]
+            return 1.0 + float(np.minimum(np.concatenate(rows), regime.most).mean())
+        zero, half = np.zeros(1), requests.lengths.mean(keepdims=True) / 2
+        halfway = RequestArrays(zero, half, zero, float(requests.prompts.mean()))
+        return 1.0 + float(self._acceptance.at(batch).survival(strategy, halfway).sum())
 
     def up_to(self, batch: int) -> list[Regime]:
         """All regimes that batches 1 to `batch` can meet, plain decoding as cheap as it ever is."""

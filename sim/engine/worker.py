@@ -45,7 +45,7 @@ from tltlab.strategy import NO_SPECULATION
 
 from .admission import MOST_ITERATIONS, RequestFeed
 from .batch import Batch, MacroStep, RequestsView
-from .log import LogEntry, WorkerLog
+from .log import LogEntry
 from .memoryless import Drained, MemorylessChoices
 from .random_numbers import NoiseDraws
 from .record import SimulatedRollout
@@ -123,16 +123,8 @@ class RolloutSimulator:
         With a `feed` they are those that it begins with.
         """
         check_fits(requests, self.costs.kv_capacity_tokens)
-        n = len(requests)
-        worker_of, residents = requests.placed(queues)
-        result = SimulatedRollout(
-            requests=requests,
-            worker_of=worker_of.copy(),
-            first_token_s=np.full(n, np.nan),
-            finish_s=np.zeros(n),
-            logs=[WorkerLog() for _ in queues],
-            worker_end_s=[0.0] * len(queues),
-        )
+        _, residents = requests.placed(queues)
+        result = SimulatedRollout.begun(requests, queues)
         self.idle_use.rollout_started(len(queues), 0.0)
         batches = [self.new_batch(requests) for _ in queues]
         # The rest of a rollout has a closed form where gains stay the same, nothing is learned and costs are exact.
@@ -143,7 +135,7 @@ class RolloutSimulator:
         else:
             env, tools = simpy.Environment(), None
             if requests.turns is not None:
-                result.submit_s, tools = np.zeros(n), Tools(requests.turns, self.max_tools)
+                result.submit_s, tools = np.zeros(len(requests)), Tools(requests.turns, self.max_tools)
             stop = env.event()
             workers = [
                 Worker(self, w, queue, batches[w], result, stop, feed, tools, exact) for w, queue in enumerate(queues)
@@ -319,9 +311,7 @@ class Worker:
             for request, generated in scheduler.unfinished():
                 self.feed.leave(request, generated)
 
-    def _advance(
-        self, asked: Asked, up_front: float, start_s: float, most: float = math.inf
-    ) -> tuple[LogEntry, float]:
+    def _advance(self, asked: Asked, up_front: float, start_s: float, most: float = math.inf) -> tuple[LogEntry, float]:
         """Run the batch until something happens, at most so many iterations.
 
         Returns the macro-step, and the time at which its first iteration ends.

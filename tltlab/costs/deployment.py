@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tltlab.errors import ConfigError
-from tltlab.hardware import ModelShape
+from tltlab.hardware import MEMORY_FRACTION, Gpu, ModelShape, kv_capacity_tokens
 from tltlab.hardware import model as find_shape
 from tltlab.records import frozen
 
@@ -24,6 +24,9 @@ class Deployment:
     num_gpus: int
     costs: RooflineCosts
     stages: StageCosts
+    engine: str
+    device: Gpu
+    model: ModelShape
 
     @classmethod
     def of(
@@ -71,7 +74,23 @@ class Deployment:
             num_gpus=num_gpus,
             costs=costs,
             stages=stages.build(),
+            engine=engine,
+            device=device,
+            model=shape,
         )
+
+    def at(self, tp: int) -> RooflineCosts:
+        """Costs of an engine of `tp` of the same GPUs, which hold the weights of both.
+
+        ConfigError where it does not divide the heads, and where the weights do not fit beside each other.
+        """
+        if self.model.heads % tp:
+            raise ConfigError(f"{tp} GPUs do not divide the {self.model.heads} heads of {self.model.name}")
+        costs = profile_costs(self.engine, self.device, self.model, tp)
+        beside = self.model.stored_bytes(costs.weights) / self.costs.tp / self.device.memory_bytes
+        room = MEMORY_FRACTION - beside
+        room_tokens = kv_capacity_tokens(self.device, self.model, tp, room, weights=costs.weights, kv=costs.kv)
+        return costs.model_copy(update={"kv_capacity_tokens": room_tokens})
 
     @property
     def workers(self) -> int:

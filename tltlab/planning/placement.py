@@ -131,10 +131,10 @@ def collect(worker_of: Sequence[int], workers: int) -> Queues:
     return queues
 
 
-def assign_least_loaded(order: Iterable[int], loads: Sequence[int], workers: int) -> Queues:
+def assign_least_loaded(order: Iterable[int], loads: Sequence[float], workers: int) -> Queues:
     """Requests in an order, each to the worker with the least load so far. O(n log workers)."""
     queues: Queues = [[] for _ in range(workers)]
-    heap = [(0, worker) for worker in range(workers)]
+    heap = [(0.0, worker) for worker in range(workers)]
     for request in order:
         load, worker = heap[0]
         queues[worker].append(request)

@@ -20,7 +20,7 @@ class PlanDriver:
 
     def __init__(self, planner: RolloutPlanner | None, note: Callable[[str], object]) -> None:
         self.planner = planner
-        self._note = note
+        self.note = note
         self._noted = self._refused = False
 
     def wants(self, running: int) -> bool:
@@ -51,7 +51,7 @@ class PlanDriver:
 
     def failed(self, action: Action, why: str) -> None:
         """Tell the planner, and the user, that an action was not carried out."""
-        self._note(f"{type(self.planner).__name__}: {_words(action)} failed: {why}")
+        self.note(f"{type(self.planner).__name__}: {_words(action)} failed: {why}")
         if self.planner is not None:
             try:
                 self.planner.failed(action, why)
@@ -63,7 +63,7 @@ class PlanDriver:
         if not self._noted:
             self._noted = True
             name = type(self.planner).__name__
-            self._note(f"planner {name}: {why}; the rollout goes on without it")
+            self.note(f"planner {name}: {why}; the rollout goes on without it")
 
 
 def _words(action: Action) -> str:
