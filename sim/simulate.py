@@ -236,6 +236,7 @@ _OUTSIDE = ("acceptance", "batch", "verified_tokens", "context_tokens")
 
 def _totals(rollout: SimulatedRollout, scenario: Scenario) -> Totals:
     c, worker = rollout.columns()
+    on_lanes, lane = rollout.on_lanes()
     regimes = {id(regime): regime for regime in c.regime}
     strategies = tuple(dict.fromkeys(regime.strategy for regime in regimes.values()))
     speculates = c.speculates
@@ -246,7 +247,7 @@ def _totals(rollout: SimulatedRollout, scenario: Scenario) -> Totals:
         tokens=c.tokens[speculates],
         pairs=int((c.num_iterations * c.batch)[speculates].sum()),
         prefilled_tokens=float(c.prefill_tokens.sum()),
-        busy_s=_busy_s(c, worker, rollout.makespan_s),
+        busy_s=_busy_s(on_lanes, lane, rollout.makespan_s),
     )
 
 

@@ -86,6 +86,14 @@ class Columns:
             columns[name] = values if name in _LISTS else np.array(values, dtype=_TYPES.get(name, np.float64))
         return cls(**columns)
 
+    def take(self, rows: Ints) -> Columns:
+        """These rows, in their order."""
+        columns: dict[str, Any] = {}
+        for name in _NAMES:
+            values = getattr(self, name)
+            columns[name] = [values[row] for row in rows.tolist()] if name in _LISTS else values[rows]
+        return Columns(**columns)
+
     @classmethod
     def joined(cls, parts: list[Columns]) -> Columns:
         """One after another."""

@@ -81,6 +81,20 @@ class SimulatedRollout:
         parts = [log.columns for log in self.logs]
         return Columns.joined(parts), np.repeat(np.arange(len(parts)), list(map(len, parts)))
 
+    def on_lanes(self) -> tuple[Columns, Ints]:
+        """All macro-steps in each lane whose GPU took part in them, in order of lanes and time, and these lanes."""
+        c, worker = self.columns()
+        if not self.beside:
+            return c, worker
+        rows, lanes = [np.arange(len(c))], [worker]
+        for beside in self.beside:
+            led = (worker == beside.leader) & (c.start_s >= beside.start_s) & (c.start_s < beside.until_s)
+            rows.append(np.flatnonzero(led))
+            lanes.append(np.full(np.count_nonzero(led), beside.lane))
+        at, lane = np.concatenate(rows), np.concatenate(lanes)
+        order = np.lexsort((c.start_s[at], lane))
+        return c.take(at[order]), lane[order]
+
     def settled(self) -> SimulatedRollout:
         """Itself, with its macro-steps as arrays: a fifth of the memory, where rollouts are kept."""
         if self.drained is None:
@@ -91,7 +105,7 @@ class SimulatedRollout:
     @property
     def busy_s(self) -> float:
         """Worker-seconds of switching, prefill and decoding; the rest up to workers * makespan is idle."""
-        c, worker = self.columns()
+        c, worker = self.on_lanes()
         ends = np.searchsorted(worker, np.arange(1, len(self.logs)))
         return math.fsum(float(part.sum()) for part in np.split(c.switch_s + c.prefill_s + c.seconds, ends))
 
@@ -185,11 +199,11 @@ def _steps(rollouts: Sequence[SimulatedRollout], policy: str, requests: Sequence
 
 def _spans(rollout: SimulatedRollout) -> Row:
     """Spans of each worker in order of time, then what its idle time was for."""
-    c, worker = rollout.columns()
+    c, worker = rollout.on_lanes()
     rl_step, lanes = rollout.requests.rl_step, np.array([f"worker {w}" for w in range(len(rollout.logs))], object)
     kinds = np.where(c.speculates, "speculative_decode", "decode").astype(object)
     details = np.array([span_detail(regime.strategy) for regime in c.regime], object)
-    waits, none = _waits(rollout, c, worker), np.full(len(c), None)
+    waits, none = _waits(c, worker), np.full(len(c), None)
     # Spans of one worker and start come in this order.
     every = [
         (worker, kinds, c.decode_start_s, c.seconds, c.batch, details),
@@ -214,12 +228,10 @@ def _spans(rollout: SimulatedRollout) -> Row:
     return spans
 
 
-def _waits(rollout: SimulatedRollout, columns: Columns, worker: Ints) -> Floats:
-    """Seconds before each macro-step in which every request of its worker was away at its tools."""
-    waits = np.zeros(len(columns))
-    if rollout.submit_s is not None:
-        ends = columns.decode_start_s + columns.seconds
-        waits[1:] = np.where(worker[1:] == worker[:-1], columns.start_s[1:] - ends[:-1], 0.0)
+def _waits(columns: Columns, worker: Ints) -> Floats:
+    """Seconds before each macro-step in which its worker had no request: all were away, or with other workers."""
+    waits, ends = np.zeros(len(columns)), columns.decode_start_s + columns.seconds
+    waits[1:] = np.where(worker[1:] == worker[:-1], columns.start_s[1:] - ends[:-1], 0.0)
     return np.where(waits > _ROUNDING_S, waits, 0.0)
 
 
@@ -262,7 +274,7 @@ def _iterations(of: _Worker) -> Row:
     duration += (c.prefill_s * (1.0 - up_front) / counts)[at]
     prefilled = np.where(first, (c.prefill_tokens - c.chunk_tokens)[at], 0.0) + (c.chunk_tokens / counts)[at]
     duration[0] += draft_s[0]
-    start = np.cumsum(duration) - duration + np.cumsum(_waits(rollout, c, np.zeros(len(c), np.int64)))[at]
+    start = np.cumsum(duration) - duration + np.cumsum(_waits(c, np.zeros(len(c), np.int64)))[at]
     strategies = strategy_columns([regime.strategy for regime in c.regime], at)
     depth = strategies["draft_depth"]
     drafted = _whole(np.array([b * regime.num_drafted for regime, b in sizes])[at])
