@@ -235,7 +235,7 @@ _OUTSIDE = ("acceptance", "batch", "verified_tokens", "context_tokens")
 
 
 def _totals(rollout: SimulatedRollout, scenario: Scenario) -> Totals:
-    c, worker = rollout.columns()
+    c, _ = rollout.columns()
     on_lanes, lane = rollout.on_lanes()
     regimes = {id(regime): regime for regime in c.regime}
     strategies = tuple(dict.fromkeys(regime.strategy for regime in regimes.values()))

@@ -22,9 +22,12 @@ import numpy as np
 
 from tltlab.acceptance.base import Acceptance, AcceptanceModel, RequestArrays
 from tltlab.costs.base import CostModel, IterationCost
+from tltlab.costs.load import load_costs
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.planning.placement import PlacedRequest, Placement
+from tltlab.planning.rollout import HELD, LENGTHS, EngineCosts, RolloutPlanner, RolloutState, Shape
+from tltlab.planning.rollout_driver import check_actions
 from tltlab.policies.driver import refuse_needs
 from tltlab.policies.selector import Selector, as_choice
 
@@ -360,6 +363,38 @@ def check_placement(source: Callable[[], Placement] | type[Placement] | Placemen
             found = sorted(i for queue in queues for i in queue)
             assert found == list(range(num)), f"each request must be in one queue once, got {found} {about}"
             assert queues == again, f"place returned {queues} and then {again} {about}"
+
+
+def check_planner(source: Callable[[], RolloutPlanner] | type[RolloutPlanner] | RolloutPlanner) -> None:
+    """Check that a planner returns actions that can be done in the rollouts of an example; AssertionError if not.
+
+    Rollouts of 0 to 40 requests on four engines, some held, with and without ended ones and costs of another shape.
+    """
+    planner = _part(source, RolloutPlanner)
+    costs = load_costs("cpu-small")
+    shapes = [Shape(engines=4, gpus=1), Shape(engines=1, gpus=4)]
+    engines = {shape: EngineCosts(shape, costs, [NO_SPECULATION], lambda strategy, batch: 1.0) for shape in shapes}
+    for num in (0, 1, 5, 40):
+        keys = [(1, f"p{i // 4}", i % 4, 0) for i in range(num)]
+        for begun, known in ((False, {}), (True, dict(list(engines.items())[:1])), (True, engines)):
+            state = RolloutState(
+                now_s=0.0,
+                rl_step=1,
+                active=shapes[0],
+                keys=keys,
+                worker=np.array([HELD if i == 7 else i % 4 for i in range(num)], np.int64),
+                prompt_tokens=np.full(num, 20.0),
+                generated_tokens=np.arange(num) * float(begun),
+                max_response_tokens=np.full(num, 64.0),
+                ended={(1, "p0", 9, 0): 30} if begun else {},
+                engines=known,
+                lengths={key: 40 + i % 20 for i, key in enumerate(keys)} if LENGTHS in planner.needs else None,
+            )
+            try:
+                check_actions(list(planner.plan(state)), state)
+            except ConfigError as error:
+                raise AssertionError(f"for {num} requests plan returned what cannot be done: {error}") from error
+            assert not math.isnan(planner.asked_below), "asked_below must be a number"
 
 
 def check_costs(source: Callable[[], CostModel] | type[CostModel] | CostModel) -> None:

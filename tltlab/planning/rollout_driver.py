@@ -39,9 +39,7 @@ class PlanDriver:
         assert self.planner is not None
         try:
             actions = list(self.planner.plan(state))
-            at = {key: i for i, key in enumerate(state.keys)}
-            for action in actions:
-                _check(action, state, at)
+            check_actions(actions, state)
             if math.isnan(self.planner.asked_below):
                 raise ConfigError("asked_below is NaN")
         except (Exception, SystemExit) as error:
@@ -74,6 +72,13 @@ def _words(action: Action) -> str:
             return f"move of {key} to worker {worker}"
         case _:
             return f"hold of {action.key}"
+
+
+def check_actions(actions: Sequence[Action], state: RolloutState) -> None:
+    """ConfigError for the first action that names what is not there."""
+    at = {key: i for i, key in enumerate(state.keys)}
+    for action in actions:
+        _check(action, state, at)
 
 
 def _check(action: Action, state: RolloutState, at: Mapping[Key, int]) -> None:
