@@ -188,11 +188,8 @@ class PlannedRollout:
             for n, request in enumerate(list(self._away)):
                 self._join(request, n % len(self._workers))
             self.env.run()
-        ends = self.result.worker_end_s
-        for beside in self.result.beside:
-            if beside.until_s == math.inf:
-                ends[beside.lane] = max(ends[beside.lane], ends[beside.leader])
-        self.result.makespan_s = max(ends)
+        self._stop()
+        self.result.makespan_s = max(self.result.worker_end_s)
         return self.result
 
     def ended(self, requests: Sequence[int]) -> None:
@@ -224,6 +221,14 @@ class PlannedRollout:
             self.env.process(worker.run(self.env))
             for lane in range(worker.lane + 1, worker.lane + lanes):
                 self.result.beside.append(Beside(lane=lane, leader=worker.lane, start_s=self.env.now))
+
+    def _stop(self) -> None:
+        """The engines of the active shape have ended, and with each the lanes beside it."""
+        ends = self.result.worker_end_s
+        for beside in self.result.beside:
+            if beside.until_s == math.inf:
+                ends[beside.lane] = max(ends[beside.lane], ends[beside.leader])
+                beside.until_s = self.env.now
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -262,8 +267,7 @@ class PlannedRollout:
         """All engines have stopped: continue on those of the other shape."""
         action = self._gather
         assert action is not None
-        for beside in self.result.beside:
-            beside.until_s = min(beside.until_s, self.env.now)
+        self._stop()
         self._active, self._gather = action.shape, None
         self._targets.clear()
         self._start(self.env.now + self._planned.gather_s)
