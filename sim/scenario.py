@@ -215,7 +215,7 @@ class Scenario(SimulationConfig):
         drafters = sorted({s.drafter for s in policy.strategies if s.speculates})
         budgets = budgets_of(policy, self.workers)
         trainer = None if self.spot is None else SimulatedSpotTrainer(self.spot)
-        simulators = {}
+        simulators = dict[Shape, RolloutSimulator]()
         for shape, costs in self.all_shapes.items():
             words = entropy if not simulators else [[*each, shape.engines] for each in entropy[: shape.engines]]
             simulators[shape] = RolloutSimulator(

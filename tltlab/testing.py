@@ -384,7 +384,7 @@ def check_planner(source: Callable[[], RolloutPlanner] | type[RolloutPlanner] | 
                 keys=keys,
                 worker=np.array([HELD if i == 7 else i % 4 for i in range(num)], np.int64),
                 prompt_tokens=np.full(num, 20.0),
-                generated_tokens=np.arange(num) * float(begun),
+                generated_tokens=np.arange(num, dtype=np.float64) * begun,
                 max_response_tokens=np.full(num, 64.0),
                 ended={(1, "p0", 9, 0): 30} if begun else {},
                 engines=known,

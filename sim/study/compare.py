@@ -18,6 +18,7 @@ from tltlab.importers.sources import TraceSource, read
 from tltlab.options import Option, check, to_json
 from tltlab.own import split
 from tltlab.planning.composition import System
+from tltlab.planning.planners import PLANNERS
 from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy, PolicySource
 from tltlab.sim.config import SimulationConfig, Source, at_least, decision_interval
@@ -72,6 +73,7 @@ class StudyConfig(SimulationConfig):
         ),
     ] = None
     placement: Annotated[Any, _axis(f"One of {', '.join(PLACEMENTS)}, or module:Class")] = None
+    planner: Annotated[Any, _axis(f"Who moves requests: {', '.join(PLANNERS)}, or module:Class")] = None
     max_response_tokens: Annotated[
         int | Sequence[int] | None, _axis("Cap that cuts longer responses", names=("--cap", "--max-response-tokens"))
     ] = None  # type: ignore[assignment]
