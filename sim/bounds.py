@@ -1,4 +1,4 @@
-"""Clairvoyant lower bounds on a rollout's makespan: no placement, order or choice among the strategies beats them.
+"""Clairvoyant lower bounds on a rollout's makespan: no placement, order, move or choice among strategies beats them.
 
 `lower_bound_s` holds for every acceptance, where each request gains what is expected or replayed (a bound that no draw
 can undercut would be half as high; a sampled rollout may undercut this one by chance):
@@ -10,6 +10,12 @@ can undercut would be half as high; a sampled rollout may undercut this one by c
 An iteration takes T(b, S) = f(b) + c(b)*S. `alone_i` is the least time in which response i can be prefilled and decoded
 in iterations of min_b f(b), where b ranges over the batches that a worker can hold: batch 1, unless a cost model has
 larger batches run faster. `share_i` is the same with min_b f(b)/b, a request's least share. c is the least c(b).
+
+Both hold for requests that move between workers: each iteration that a response takes part in costs as much on any
+worker, and a move adds a prefill or a transfer. Several shapes of the same GPUs, of which each GPU runs one at a time
+(8 workers of one GPU, 2 of four), have one bound. The path takes the least over the shapes' iterations as it does over
+strategies. The area is in seconds of GPUs: a share of a worker with t GPUs counts t-fold, and W*T is all GPUs times T,
+in units of the first shape's workers. With one shape all factors are 1.
 
 The least decoding time of one response of L tokens, prompt p, under strategies s with cost fix_s + c*context:
 
@@ -33,13 +39,42 @@ worker for at least own_i + T_i * g(L_i/T_i) seconds, T_i = T - own_i. The bound
     sum_i own_i + T_i * g(L_i/T_i) <= W*T,    L_i/T_i within reach of g for all i.
 
 The left side falls as T grows (g is convex, g(0) = 0), so T is found by bisection. The longest response alone (path)
-and the work at the best batch (area) are its two ends.
+and the work at the best batch (area) are its two ends. With several shapes the points are those of all shapes, their
+shares times t, and own_i is least over shapes, once in seconds and once in seconds of GPUs.
+
+`fixed_bound_s` is for one shape and no moves: all iterations of a response are on one worker, which cannot lend its
+rest to others. This is the drain: while the longest response of a worker runs, the iterations' fixed cost is paid, no
+matter how few others run beside it.
+
+Take for each strategy a line below its iterations, f_s(b) >= base_s + more_s*b with base_s, more_s >= 0, for all b that
+a worker can hold. An iteration then takes at least base_s plus more_s + c*context for each request in it. Let j be any
+response on a worker. Add up the worker's iterations, and leave out base_s where j does not run:
+
+    time of the worker >= sum over iterations with j of (base_s + more_s + c*context_j)
+                        + sum over i != j, over iterations with i, of (more_s + c*context_i)
+                       >= alone_j + sum_{i != j} added_i
+
+`alone_j` is the least decoding time, as above, at fixed cost base_s + more_s; `added_i` that at more_s, with i's
+prefills, which hold the worker. Let rest_j = alone_j - added_j, so that a worker is busy for at least the largest
+rest_j on it plus the sum of its added_i. No order matters, nor who waits, pauses or is preempted.
+
+Which worker has whom is free, so T is a bound if no assignment has max rest + sum added <= T on all W workers. Sort
+responses by falling rest and fill workers in this order, each with T - (rest of the first response not yet placed in
+full) seconds of added work; a response may be split. If any assignment fits, so does this: let its workers come by
+falling largest rest, and suppose that j workers filled in order hold at least what the first j of the assignment can.
+If the next response u in order had a larger rest than all on worker j + 1 of the assignment, then u and all before u
+would be on its first j workers, more than these can hold. So u's rest is at most that worker's largest rest, worker
+j + 1 filled in order has at least as much room, and the claim holds for j + 1. T is found by bisection.
+
+Any line is valid. Those used touch f_s at batches of 1, 4, 16 and 64, and go up to the next larger batches as steeply
+as f_s allows; the largest bound counts.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,6 +88,7 @@ from tltlab.sim.engine.requests import Requests
 
 _HALVINGS = 40
 _STRETCH_TOKENS = 256.0
+_TOUCHED_BATCHES = (1, 4, 16, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +96,16 @@ class Floors:
     """The cheapest iterations of batches up to any size: row r is of `regimes[r]`, column b of batches of 1 to b + 1.
 
     `fixed_s` without the context's share, `each_s` likewise for one request of the batch, and `slope_s` per token of
-    context. `options` are tokens, seconds without context and seconds per token of it, by strategy and batch size, and
-    `envelopes` those of rates and shares by the largest batch, which RL steps of a run share as a rule.
+    context; `batch_s` are without the context's share at batch b + 1 itself. `options` are tokens, seconds without
+    context and seconds per token of it, by strategy and batch size, and `envelopes` those of rates and shares by the
+    largest batch, which RL steps of a run share as a rule.
     """
 
     regimes: Sequence[Regime]
     fixed_s: Floats
     each_s: Floats
     slope_s: Floats
+    batch_s: Floats
     options: Floats
     envelopes: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
 
@@ -84,29 +122,46 @@ class Floors:
             fixed_s=np.minimum.accumulate(fixed_s, axis=1),
             each_s=np.minimum.accumulate(fixed_s / np.array(batches), axis=1),
             slope_s=np.minimum.accumulate(slope_s.min(axis=0)),
+            batch_s=fixed_s,
             options=np.moveaxis(np.array(options), 2, 0),
         )
 
 
-def lower_bound_s(
-    requests: Requests,
-    floors: Floors,
-    costs: CostModel,
-    workers: int,
-    acceptance: Acceptance | None,
-    seed: int,
-) -> float:
-    """Seconds that no schedule of these requests on `workers` workers undercuts."""
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Workers of one kind on the GPUs: `workers` of `gpus` GPUs each, with their costs and the floors of these."""
+
+    floors: Floors
+    costs: CostModel
+    workers: int
+    gpus: int = 1
+
+
+def _gpus_per_first(shapes: Sequence[Shape]) -> tuple[list[float], float]:
+    """GPUs of each shape's worker, and of all, in workers of the first shape."""
+    unit = shapes[0].gpus
+    return [shape.gpus / unit for shape in shapes], max(shape.workers * shape.gpus for shape in shapes) / unit
+
+
+def lower_bound_s(requests: Requests, shapes: Sequence[Shape], acceptance: Acceptance | None, seed: int) -> float:
+    """Seconds that no schedule of these requests undercuts, on GPUs that may run each of the shapes."""
     ids = np.flatnonzero(requests.lengths > 0)
     if not len(ids):
         return 0.0
-    # With prefix caching a prompt may have been prefilled for another sample, or for the turn before.
-    prefill = costs.prefill_s(1.0) * requests.uncached[ids].astype(np.float64)
-    most = largest_batch(requests, costs)
-    fixed = [floors.fixed_s[:, most - 1].tolist(), floors.each_s[:, most - 1].tolist()]
-    slope_s = float(floors.slope_s[most - 1])
-    decoding = _decoding_s(requests, ids.tolist(), floors.regimes, fixed, slope_s, acceptance, seed)
-    alone, share = prefill + decoding[0], _held_s(prefill, costs) + decoding[1]
+    weights, workers = _gpus_per_first(shapes)
+    regimes: list[Regime] = []
+    fixed: list[list[float]] = [[], []]
+    slopes_s: list[list[float]] = [[], []]
+    for shape, weight in zip(shapes, weights, strict=True):
+        floors, at = shape.floors, largest_batch(requests, shape.costs) - 1
+        regimes += floors.regimes
+        fixed[0] += floors.fixed_s[:, at].tolist()
+        fixed[1] += (weight * floors.each_s[:, at]).tolist()
+        slopes_s[0] += [float(floors.slope_s[at])] * len(floors.regimes)
+        slopes_s[1] += [weight * float(floors.slope_s[at])] * len(floors.regimes)
+    decoding = _decoding_s(requests, ids.tolist(), regimes, fixed, slopes_s, acceptance, seed)
+    prefill_s, held_s = _prefill_s(requests, ids, shapes)
+    alone, share = prefill_s + decoding[0], held_s + decoding[1]
     if requests.turns is not None:
         seconds = dict(zip(ids.tolist(), (alone + np.array(requests.turns.tool_s)[ids]).tolist(), strict=True))
         chains = (requests.turns.chain(first) for first in requests.turns.first if first in seconds)
@@ -114,9 +169,77 @@ def lower_bound_s(
     return float(max(alone.max(), share.sum() / workers))
 
 
-def _held_s(prefill_s: Floats, costs: CostModel) -> Floats:
-    """Lower bound of a worker's time in prefills: 0 where chunks may ride in iterations bound by memory."""
-    return prefill_s if costs.max_num_batched_tokens is None else np.zeros_like(prefill_s)
+def _prefill_s(requests: Requests, ids: Ints, shapes: Sequence[Shape]) -> tuple[Floats, Floats]:
+    """Least seconds in which each request is prefilled, and which this holds a worker of the first shape.
+
+    The latter are 0 where chunks may ride in iterations bound by memory. With prefix caching a prompt may have been
+    prefilled for another sample, or for the turn before.
+    """
+    uncached, (weights, _) = requests.uncached[ids].astype(np.float64), _gpus_per_first(shapes)
+    each_s = [shape.costs.prefill_s(1.0) for shape in shapes]
+    held_s = [
+        0.0 if shape.costs.max_num_batched_tokens is not None else weight * token_s
+        for shape, weight, token_s in zip(shapes, weights, each_s, strict=True)
+    ]
+    return min(each_s) * uncached, min(held_s) * uncached
+
+
+def fixed_bound_s(requests: Requests, shape: Shape, acceptance: Acceptance | None, seed: int) -> float:
+    """Seconds that no schedule undercuts where every request stays on its worker."""
+    ids = np.flatnonzero(requests.lengths > 0)
+    if not len(ids):
+        return 0.0
+    floors, most = shape.floors, largest_batch(requests, shape.costs)
+    batch_s, batches = floors.batch_s[:, :most], np.arange(1, most + 1)
+    fixed: list[list[float]] = []
+    for b in _TOUCHED_BATCHES:
+        more_s = floors.each_s[:, most - 1]
+        if b < most:
+            steepest_s = (batch_s[:, b:] - batch_s[:, b - 1 : b]) / (batches[b:] - b)
+            more_s = np.clip(steepest_s.min(axis=1), 0.0, more_s)
+        base_s = (batch_s - more_s[:, None] * batches).min(axis=1)
+        fixed += [(base_s + more_s).tolist(), more_s.tolist()]
+    slopes_s = [[float(floors.slope_s[most - 1])] * len(floors.regimes)] * len(fixed)
+    decoding = _decoding_s(requests, ids.tolist(), floors.regimes, fixed, slopes_s, acceptance, seed)
+    _, held_s = _prefill_s(requests, ids, [shape])
+    first = np.arange(len(requests))
+    if requests.turns is not None:
+        for chain in requests.chains:
+            first[list(chain)] = chain[0]
+    bound_s = 0.0
+    for alone, added in zip(decoding[::2], decoding[1::2], strict=True):
+        rest = np.bincount(first[ids], alone - added)
+        bound_s = max(bound_s, _filled_s(rest, np.bincount(first[ids], held_s + added), shape.workers))
+    return bound_s
+
+
+def _filled_s(rest: Floats, added: Floats, workers: int) -> float:
+    """Least time in which workers can be filled with work, in order of falling `rest`."""
+    order = np.argsort(-rest, kind="stable")
+    rests, ends = rest[order].tolist(), np.cumsum(added[order]).tolist()
+
+    def fits(makespan_s: float) -> bool:
+        placed = 0.0
+        for _ in range(workers):
+            at = bisect_right(ends, placed)
+            if at == len(ends):
+                break
+            if rests[at] > makespan_s:
+                return False
+            placed += makespan_s - rests[at]
+        return bool(placed >= ends[-1])
+
+    return _least(fits, 0.0, rests[0] + ends[-1])
+
+
+def _least(fits: Callable[[float], bool], low: float, high: float) -> float:
+    """The least number that fits, by bisection from below; where `high` does not fit, it is doubled first."""
+    while not fits(high):
+        low, high = high, 2 * high + 1e-12
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return low
 
 
 def largest_batch(requests: Requests, costs: CostModel) -> int:
@@ -133,14 +256,18 @@ def _decoding_s(
     ids: list[int],
     regimes: Sequence[Regime],
     fixed: list[list[float]],
-    slope_s: float,
+    slopes_s: list[list[float]],
     acceptance: Acceptance | None,
     seed: int,
 ) -> list[Floats]:
-    """Least seconds to decode each response that ran, for each row of `fixed`: the fixed cost of each regime."""
+    """Least seconds to decode each response that ran, for each row of `fixed` and `slopes_s`.
+
+    A row has the fixed cost of each regime, and its seconds per token of context.
+    """
     speculates = any(regime.strategy.speculates for regime in regimes)
     if speculates and acceptance is not None and acceptance.varies_by == "position":
-        return [_replayed(requests, ids, list(zip(regimes, row, strict=True)), slope_s, acceptance) for row in fixed]
+        rows = zip(fixed, slopes_s, strict=True)
+        return [_replayed(requests, ids, list(zip(regimes, *row, strict=True)), acceptance) for row in rows]
     prompts = requests.prompts[ids].astype(np.float64)
     lengths = requests.lengths[ids].astype(np.float64) - TOLERANCE_TOKENS
 
@@ -172,11 +299,12 @@ def _decoding_s(
         gains = [most(regime, float(begin)) for regime in regimes]
         end = np.minimum(lengths, begin + _STRETCH_TOKENS) if falls else lengths
         width = np.maximum(end - begin, 0.0)
-        for row, seconds in zip(fixed, least, strict=True):
+        for row, slopes, seconds in zip(fixed, slopes_s, least, strict=True):
             ends = []
             for x in (begin, begin + width):
-                per_token = [(fix + slope_s * (prompts + x)) / gain for gain, fix in zip(gains, row, strict=True)]
-                ends.append(np.min(per_token, axis=0) - slope_s / 2)
+                terms = zip(gains, row, slopes, strict=True)
+                per_token = [(fix + slope * (prompts + x)) / gain - slope / 2 for gain, fix, slope in terms]
+                ends.append(np.min(per_token, axis=0))
             seconds += width * (ends[0] + ends[1]) / 2
     return least
 
@@ -184,8 +312,7 @@ def _decoding_s(
 def _replayed(
     requests: Requests,
     ids: list[int],
-    strategies: list[tuple[Regime, float]],
-    slope_s: float,
+    strategies: list[tuple[Regime, float, float]],
     acceptance: Acceptance,
 ) -> Floats:
     """Shortest path from position 0 to the end, for all responses at once, from the last position backwards."""
@@ -197,47 +324,56 @@ def _replayed(
         name: np.concatenate(
             [acceptance.positions(name, requests.keys[i], requests.response_tokens[i]) for i in longest_first]
         )
-        for name in {r.strategy.drafter for r, _ in strategies if r.strategy.speculates}
+        for name in {r.strategy.drafter for r, _, _ in strategies if r.strategy.speculates}
     }
-    window = 2 + max(r.most for r, _ in strategies)
+    window = 2 + max(r.most for r, _, _ in strategies)
     # best[j, r % window]: least seconds for the last r tokens of response j; column 0 at r = 0 is the end itself.
     best = np.zeros((len(order), window))
     active_until = np.searchsorted(-lengths, -np.arange(1, int(lengths[0]) + 1), side="right")
     for tokens_left, active in enumerate(active_until, start=1):
         rows = np.arange(active)
+        context = prompts[:active] + lengths[:active] - tokens_left
         options = []
-        for regime, fix in strategies:
+        for regime, fix, slope_s in strategies:
             gain: int | Ints = 1
             if regime.strategy.speculates:
                 accepted = accepted_of[regime.strategy.drafter][ends[:active] - tokens_left]
                 gain = 1 + np.minimum(accepted, regime.most).astype(np.int64)
             tokens_after = np.maximum(tokens_left - gain, 0)
-            options.append(fix + np.where(tokens_after > 0, best[rows, tokens_after % window], 0.0))
-        context = prompts[:active] + lengths[:active] - tokens_left
-        best[:active, tokens_left % window] = np.min(options, axis=0) + slope_s * context
+            left_s = fix + np.where(tokens_after > 0, best[rows, tokens_after % window], 0.0)
+            options.append(left_s + slope_s * context)
+        best[:active, tokens_left % window] = np.min(options, axis=0)
     result = np.empty(len(ids))
     result[order] = best[np.arange(len(order)), lengths % window]
     return result
 
 
-def shared_bound_s(requests: Requests, floors: Floors, costs: CostModel, workers: int) -> float:
+def shared_bound_s(requests: Requests, shapes: Sequence[Shape]) -> float:
     """Seconds that no schedule of these requests undercuts, where all gain alike."""
-    nonempty = requests.lengths > 0
-    if not nonempty.any():
+    ids = np.flatnonzero(requests.lengths > 0)
+    if not len(ids):
         return 0.0
-    most = largest_batch(requests, costs)
-    tokens, fixed_s, slopes_s = floors.options[:, :, :most]
-    if fixed_s.min() <= 0.0:
+    weights, workers = _gpus_per_first(shapes)
+    most = [largest_batch(requests, shape.costs) for shape in shapes]
+    options = [shape.floors.options[:, :, :batch] for shape, batch in zip(shapes, most, strict=True)]
+    if min(fixed_s.min() for _, fixed_s, _ in options) <= 0.0:
         return 0.0  # An iteration without a fixed cost has no rate: only the other bounds hold.
-    if most not in floors.envelopes:
-        batches = np.broadcast_to(np.arange(1, most + 1), fixed_s.shape)
-        floors.envelopes[most] = envelope((tokens / fixed_s).ravel(), (1.0 / batches).ravel())
-    (rate, share), slope_s, gain = floors.envelopes[most], slopes_s.min(), tokens.max()
-    lengths = requests.lengths[nonempty] - TOLERANCE_TOKENS
-    prompts = requests.prompts[nonempty].astype(np.float64)
+    envelopes = shapes[0].floors.envelopes if len(shapes) == 1 else {}
+    if most[0] not in envelopes:
+        rates, shares = [], []
+        for (tokens, fixed_s, _), weight in zip(options, weights, strict=True):
+            rates.append((tokens / fixed_s).ravel())
+            shares.append(np.broadcast_to(weight / np.arange(1, tokens.shape[1] + 1), tokens.shape).ravel())
+        envelopes[most[0]] = envelope(np.concatenate(rates), np.concatenate(shares))
+    rate, share = envelopes[most[0]]
+    gain = max(tokens.max() for tokens, _, _ in options)
+    slopes_s = [slopes_s.min() for _, _, slopes_s in options]
+    held_slope_s = min(weight * slope_s for weight, slope_s in zip(weights, slopes_s, strict=True))
+    lengths = requests.lengths[ids] - TOLERANCE_TOKENS
+    prompts = requests.prompts[ids].astype(np.float64)
     contexts = np.maximum((prompts * lengths + lengths**2 / 2) / gain - lengths / 2, 0.0)
-    prefill_s = costs.prefill_s(1.0) * requests.uncached[nonempty].astype(np.float64)
-    own_s, held_own_s = (seconds + slope_s * contexts for seconds in (prefill_s, _held_s(prefill_s, costs)))
+    prefill_s, held_s = _prefill_s(requests, ids, shapes)
+    own_s, held_own_s = prefill_s + min(slopes_s) * contexts, held_s + held_slope_s * contexts
 
     def fits(makespan_s: float) -> bool:
         left_s = makespan_s - own_s
@@ -246,14 +382,7 @@ def shared_bound_s(requests: Requests, floors: Floors, costs: CostModel, workers
         held_s = held_own_s + left_s * np.interp(lengths / left_s, rate, share)
         return bool(held_s.sum() <= workers * makespan_s)
 
-    low = 0.0
-    high = float((own_s + lengths / rate[-1]).max())
-    while not fits(high):
-        low, high = high, 2 * high + 1e-12
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return low
+    return _least(fits, 0.0, float((own_s + lengths / rate[-1]).max()))
 
 
 def envelope(x: Floats, y: Floats) -> tuple[Floats, Floats]:

@@ -16,7 +16,7 @@ from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.costs.linear import LinearCosts
 from tltlab.policies.policy import load_policy
 from tltlab.sim import simulate
-from tltlab.sim.bounds import Floors, lower_bound_s, shared_bound_s
+from tltlab.sim.bounds import Floors, Shape, fixed_bound_s, lower_bound_s, shared_bound_s
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario
@@ -130,7 +130,7 @@ RULES = {
 
 
 def simulated(small, rule="last", placement="round_robin"):
-    """Makespan and lower bound of one simulation."""
+    """Makespan of one simulation, and its lower bounds with and without moves."""
     decisions, chosen = count(1), small.strategies
     policy = Handing(*chosen, rule=lambda state: chosen[RULES[rule](state.batch, next(decisions)) % len(chosen)])
     result = simulate(
@@ -138,8 +138,8 @@ def simulated(small, rule="last", placement="round_robin"):
         placement=placement, seed=small.seed,
         decision_block=2,  # Choices hold at once, so that no rollout begins with plain decoding that is not listed.
     )  # fmt: skip
-    (bound_s,) = result.scenario.bounds_s(small.strategies)
-    return result.makespan_s, bound_s
+    bounds_s = (result.scenario.bounds_s(small.strategies, moves=moves)[0] for moves in (True, False))
+    return result.makespan_s, *bounds_s
 
 
 def costs(**terms):
@@ -186,8 +186,8 @@ def smalls(draw):
 @given(smalls(), st.sampled_from(list(RULES)), st.sampled_from(PLACEMENTS[:4]))
 def test_optimum_lies_between_bound_and_every_simulation(instance, rule, placement):
     best = optimum(instance)
-    makespan, bound = simulated(instance, rule, placement)
-    assert bound <= best * CLOSE
+    makespan, bound, fixed = simulated(instance, rule, placement)
+    assert bound <= fixed <= best * CLOSE
     assert best <= makespan * CLOSE
 
 
@@ -204,7 +204,7 @@ def test_optimum_lies_between_bound_and_every_simulation(instance, rule, placeme
     ],
 )
 def test_where_path_or_area_decides_bound_is_optimum(instance):
-    makespan, bound = simulated(instance)
+    makespan, bound, _ = simulated(instance)
     assert makespan == pytest.approx(optimum(instance), rel=1e-12)
     assert bound == pytest.approx(makespan, rel=1e-6)
 
@@ -219,6 +219,15 @@ def test_a_lone_replayed_response_meets_the_best_path(length, seed, strategies):
     assert simulated(instance)[1] == pytest.approx(optimum(instance), rel=1e-9)
 
 
+def shape_of(costs, workers, most, strategies=(NO_SPECULATION,), model=None, **gpus):
+    floors = Floors.of(Regimes(strategies, costs, model), most)
+    return Shape(floors=floors, costs=costs, workers=workers, **gpus)
+
+
+def step_of(lengths, prompts=128):
+    return Scenario.of(of_lengths(lengths, workers=1, prompt_tokens=prompts)).steps[0]
+
+
 @HALF
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=20),
@@ -231,19 +240,19 @@ def test_no_placement_and_no_policy_beats_shared_bound(lengths, workers, placeme
     costs, model = COSTS.model_copy(update={"max_num_seqs": seats}), GeometricAcceptance(alpha=0.7)
     policy = example_table() if speculates else load_policy("none")
     scenario = Scenario.of(of_lengths(lengths, workers=workers), costs=costs, acceptance=model, placement=placement)
-    step, floors = scenario.steps[0], Floors.of(Regimes(policy.strategies, costs, model), len(lengths))
-    bound_s = shared_bound_s(step, floors, costs, workers)
-    assert bound_s <= scenario.rollouts(policy)[0].makespan_s * (1 + 1e-9)
-    older_s = lower_bound_s(step, floors, costs, workers, model, 0)
+    step, shape = scenario.steps[0], shape_of(costs, workers, len(lengths), policy.strategies, model)
+    bound_s = shared_bound_s(step, [shape])
+    rollout_s = scenario.rollouts(policy)[0].makespan_s
+    assert bound_s <= rollout_s * CLOSE
+    older_s = lower_bound_s(step, [shape], model, 0)
     assert bound_s >= 0.999 * older_s if not speculates else bound_s > 0
+    assert 0 < fixed_bound_s(step, shape, model, 0) <= rollout_s * CLOSE
 
 
 def test_a_long_response_needs_room_of_its_own():
     per_request = costs(base_s=1.0, per_request_s=0.5)
-    step = Scenario.of(of_lengths([1000] + [200] * 30, workers=2), costs=per_request).steps[0]
-    floors = Floors.of(Regimes([NO_SPECULATION], per_request, None), 31)
-    older_s = lower_bound_s(step, floors, per_request, 2, None, 0)
-    assert shared_bound_s(step, floors, per_request, 2) > 1.1 * older_s
+    step, shape = step_of([1000] + [200] * 30), shape_of(per_request, 2, 31)
+    assert shared_bound_s(step, [shape]) > 1.1 * lower_bound_s(step, [shape], None, 0)
 
 
 @pytest.mark.parametrize("acceptance", ["ngram=0.8@1k", "ngram=0.8@3k", "ngram=0.8"])
@@ -262,3 +271,51 @@ def test_a_bound_follows_acceptance_that_falls_with_context(acceptance, lengths)
 def simulate_s(scenario, strategies, strategy):
     (rollout,) = scenario.rollouts(Handing(*strategies, rule=lambda state: strategy, memoryless=True))
     return rollout.makespan_s
+
+
+@pytest.mark.parametrize(
+    ("lengths", "per_context_s", "seconds"),
+    [
+        # On each worker two long responses: 300 iterations of 1 s, .1 s for each response in one.
+        ([300] * 4 + [30] * 10, 0.0, 300 + 2 * 30 + 5 * 3),
+        # Sums of contexts for 100 tokens behind a prompt of 100 are 14,950.
+        ([100] * 6, 1e-3, 100 + 3 * (10 + 14.95)),
+    ],
+)
+def test_without_moves_a_drain_is_optimal(lengths, per_context_s, seconds):
+    terms = costs(base_s=1.0, per_request_s=0.1, per_context_s=per_context_s)
+    step, shape = step_of(lengths, prompts=100), shape_of(terms, 2, len(lengths))
+    trace = of_lengths(lengths, workers=2, prompt_tokens=100)
+    assert simulate(trace, costs=terms, placement="longest_first").makespan_s == pytest.approx(seconds)
+    assert fixed_bound_s(step, shape, None, 0) == pytest.approx(seconds)
+    assert lower_bound_s(step, [shape], None, 0) < 0.95 * seconds
+
+
+SPLIT = COSTS.model_copy(update={"base_s": 2e-3, "per_context_s": 6e-9, "per_token_s": 6e-6})
+"""Costs of a worker of four GPUs."""
+
+
+@HALF
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=20), st.sampled_from([1, 100, 300, 900]), st.integers(1, 2))
+def test_no_gather_onto_another_shape_beats_the_bound_of_both(lengths, gathered_at, large):
+    small, most = 4 * large, len(lengths)
+    shapes = [shape_of(COSTS, small, most), shape_of(SPLIT, large, most, gpus=4)]
+    step, lengths = step_of(lengths), np.array(lengths)
+    before = Scenario.of(
+        of_lengths(np.minimum(lengths, gathered_at), workers=small), costs=COSTS, placement="longest_first"
+    )
+    rollout_s = before.rollouts(load_policy("none"))[0].makespan_s
+    if (lengths > gathered_at).any():
+        # Those left move together, and prompt and tokens are prefilled again.
+        rest = of_lengths(lengths[lengths > gathered_at] - gathered_at, workers=large, prompt_tokens=128 + gathered_at)
+        after = Scenario.of(rest, costs=SPLIT, placement="longest_first")
+        rollout_s += after.rollouts(load_policy("none"))[0].makespan_s
+    for bound in (lambda shapes: lower_bound_s(step, shapes, None, 0), lambda shapes: shared_bound_s(step, shapes)):
+        both_s = bound(shapes)
+        assert 0 < both_s <= rollout_s * CLOSE
+        assert both_s <= min(bound([shape]) for shape in shapes) * CLOSE
+        assert both_s == pytest.approx(bound(shapes[::-1]))
+        # One shape has the same bound however it is counted.
+        assert (
+            bound(shapes[:1]) == bound([shape_of(COSTS, small, most, gpus=3)]) == pytest.approx(bound(shapes[:1] * 2))
+        )
