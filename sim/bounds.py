@@ -208,8 +208,9 @@ def fixed_bound_s(requests: Requests, shape: Shape, acceptance: Acceptance | Non
             first[list(chain)] = chain[0]
     bound_s = 0.0
     for alone, added in zip(decoding[::2], decoding[1::2], strict=True):
-        by_response = [np.bincount(first[ids], each).astype(np.float64) for each in (alone - added, held_s + added)]
-        bound_s = max(bound_s, _filled_s(*by_response, shape.workers))
+        rest = np.bincount(first[ids], alone - added).astype(np.float64)
+        work = np.bincount(first[ids], held_s + added).astype(np.float64)
+        bound_s = max(bound_s, _filled_s(rest, work, shape.workers))
     return bound_s
 
 
