@@ -75,13 +75,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tltlab.acceptance.base import Acceptance, RequestArrays
 from tltlab.arrays import Floats, Ints
 from tltlab.costs.base import CostModel
+from tltlab.planning.rollout import Shape
 from tltlab.sim.engine.batch import TOLERANCE_TOKENS
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
@@ -91,150 +92,154 @@ _STRETCH_TOKENS = 256.0
 _TOUCHED_BATCHES = (1, 4, 16, 64)
 
 
+Iterations = list[tuple[Regime, float, float]]
+"""Of each regime, with the seconds that do not depend on the context and those per token of it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Floors:
-    """The cheapest iterations of batches up to any size: row r is of `regimes[r]`, column b of batches of 1 to b + 1.
+    """What iterations cost on the engines of one shape, at batches of 1 in column 0, of 2 in column 1, and so on.
 
-    `fixed_s` without the context's share, `each_s` likewise for one request of the batch, and `slope_s` per token of
-    context; `batch_s` are without the context's share at batch b + 1 itself. `options` are tokens, seconds without
-    context and seconds per token of it, by strategy and batch size, and `envelopes` those of rates and shares by the
-    largest batch, which RL steps of a run share as a rule.
+    `fixed_s` are without the context's share, row r of `regimes[r]`. `options` are tokens, seconds without context and
+    seconds per token of it, by strategy and batch size, and `envelopes` those of rates and shares by the largest batch,
+    which RL steps of a run share as a rule.
     """
 
+    shape: Shape
+    costs: CostModel
     regimes: Sequence[Regime]
     fixed_s: Floats
-    each_s: Floats
-    slope_s: Floats
-    batch_s: Floats
     options: Floats
-    envelopes: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
+    envelopes: dict[int, Floats] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, regimes: Regimes, most: int) -> Floors:
+    def of(cls, regimes: Regimes, costs: CostModel, shape: Shape, most: int) -> Floors:
         """Work them out for batches of up to `most` requests."""
         every, batches = regimes.up_to(most), range(1, most + 1)
-        fixed_s = np.array([[regime.fixed_s(b) for b in batches] for regime in every])
-        slope_s = np.array([[regime.slope_s(b) for b in batches] for regime in every])
         at = [[regimes.at(s, b, loaded=not regimes.loads_late) for b in batches] for s in regimes.strategies]
         options = [[(r.tokens, r.fixed_s(b), r.slope_s(b)) for b, r in zip(batches, row, strict=True)] for row in at]
         return cls(
+            shape=shape,
+            costs=costs,
             regimes=every,
-            fixed_s=np.minimum.accumulate(fixed_s, axis=1),
-            each_s=np.minimum.accumulate(fixed_s / np.array(batches), axis=1),
-            slope_s=np.minimum.accumulate(slope_s.min(axis=0)),
-            batch_s=fixed_s,
+            fixed_s=np.array([[regime.fixed_s(b) for b in batches] for regime in every]),
             options=np.moveaxis(np.array(options), 2, 0),
         )
 
+    @property
+    def batches(self) -> Ints:
+        return np.arange(1, self.fixed_s.shape[1] + 1)
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Workers of one kind on the GPUs: `workers` of `gpus` GPUs each, with their costs and the floors of these."""
+    @property
+    def slope_s(self) -> float:
+        """Least seconds per token of context."""
+        return float(self.options[2].min())
 
-    floors: Floors
-    costs: CostModel
-    workers: int
-    gpus: int = 1
+    @property
+    def num_gpus(self) -> int:
+        return self.shape.engines * self.shape.gpus
+
+    def holding(self, requests: Requests) -> Floors:
+        """Those of the batches that a worker can hold of these requests."""
+        most = largest_batch(requests, self.costs)
+        return replace(self, fixed_s=self.fixed_s[:, :most], options=self.options[:, :, :most])
+
+    def costing(self, fixed_s: Floats, gpus: int = 1) -> Iterations:
+        """Iterations of each regime with these fixed costs, in seconds of so many GPUs."""
+        return [(regime, gpus * each, gpus * self.slope_s) for regime, each in zip(self.regimes, fixed_s, strict=True)]
+
+    def envelope(self) -> Floats:
+        """The `envelope` of a response's rates and the GPUs that each takes."""
+        most = len(self.batches)
+        if most not in self.envelopes:
+            tokens, fixed_s, _ = self.options
+            gpus = np.broadcast_to(self.shape.gpus / self.batches, fixed_s.shape)
+            self.envelopes[most] = np.array(envelope((tokens / fixed_s).ravel(), gpus.ravel()))
+        return self.envelopes[most]
 
 
-def _gpus_per_first(shapes: Sequence[Shape]) -> tuple[list[float], float]:
-    """GPUs of each shape's worker, and of all, in workers of the first shape."""
-    unit = shapes[0].gpus
-    return [shape.gpus / unit for shape in shapes], max(shape.workers * shape.gpus for shape in shapes) / unit
-
-
-def lower_bound_s(requests: Requests, shapes: Sequence[Shape], acceptance: Acceptance | None, seed: int) -> float:
-    """Seconds that no schedule of these requests undercuts, on GPUs that may run each of the shapes."""
-    ids = np.flatnonzero(requests.lengths > 0)
-    if not len(ids):
+def lower_bound_s(requests: Requests, shapes: Sequence[Floors], acceptance: Acceptance | None, seed: int) -> float:
+    """Seconds that no schedule of these requests undercuts, on GPUs of which each may run any of the shapes."""
+    if not requests.lengths.any():
         return 0.0
-    weights, workers = _gpus_per_first(shapes)
-    regimes: list[Regime] = []
-    fixed: list[list[float]] = [[], []]
-    slopes_s: list[list[float]] = [[], []]
-    for shape, weight in zip(shapes, weights, strict=True):
-        floors, at = shape.floors, largest_batch(requests, shape.costs) - 1
-        regimes += floors.regimes
-        fixed[0] += floors.fixed_s[:, at].tolist()
-        fixed[1] += (weight * floors.each_s[:, at]).tolist()
-        slopes_s[0] += [float(floors.slope_s[at])] * len(floors.regimes)
-        slopes_s[1] += [weight * float(floors.slope_s[at])] * len(floors.regimes)
-    decoding = _decoding_s(requests, ids.tolist(), regimes, fixed, slopes_s, acceptance, seed)
-    prefill_s, held_s = _prefill_s(requests, ids, shapes)
-    alone, share = prefill_s + decoding[0], held_s + decoding[1]
+    shapes = [floors.holding(requests) for floors in shapes]
+    path: Iterations = []
+    area: Iterations = []
+    for floors in shapes:
+        path += floors.costing(floors.fixed_s.min(axis=1))
+        area += floors.costing((floors.fixed_s / floors.batches).min(axis=1), floors.shape.gpus)
+    alone_s, held_s = _prefill_s(requests, shapes) + _decoding_s(requests, [path, area], acceptance, seed)
     if requests.turns is not None:
-        seconds = dict(zip(ids.tolist(), (alone + np.array(requests.turns.tool_s)[ids]).tolist(), strict=True))
-        chains = (requests.turns.chain(first) for first in requests.turns.first if first in seconds)
-        alone = np.array([sum(seconds[turn] for turn in chain) for chain in chains])
-    return float(max(alone.max(), share.sum() / workers))
+        alone_s += np.array(requests.turns.tool_s)[requests.lengths > 0]
+    return float(max(_by_response(requests, alone_s).max(), held_s.sum() / shapes[0].num_gpus))
 
 
-def _prefill_s(requests: Requests, ids: Ints, shapes: Sequence[Shape]) -> tuple[Floats, Floats]:
-    """Least seconds in which each request is prefilled, and which this holds a worker of the first shape.
+def _prefill_s(requests: Requests, shapes: Sequence[Floors]) -> Floats:
+    """Least seconds in which each request that ran is prefilled; in a second row, seconds of GPUs that this holds.
 
     The latter are 0 where chunks may ride in iterations bound by memory. With prefix caching a prompt may have been
     prefilled for another sample, or for the turn before.
     """
-    uncached, (weights, _) = requests.uncached[ids].astype(np.float64), _gpus_per_first(shapes)
-    each_s = [shape.costs.prefill_s(1.0) for shape in shapes]
-    held_s = [
-        0.0 if shape.costs.max_num_batched_tokens is not None else weight * token_s
-        for shape, weight, token_s in zip(shapes, weights, each_s, strict=True)
-    ]
-    return min(each_s) * uncached, min(held_s) * uncached
+    token_s = [floors.costs.prefill_s(1.0) for floors in shapes]
+    gpus = [floors.shape.gpus * (floors.costs.max_num_batched_tokens is None) for floors in shapes]
+    return np.outer([min(token_s), np.multiply(token_s, gpus).min()], requests.uncached[requests.lengths > 0])
 
 
-def fixed_bound_s(requests: Requests, shape: Shape, acceptance: Acceptance | None, seed: int) -> float:
-    """Seconds that no schedule undercuts where every request stays on its worker."""
-    ids = np.flatnonzero(requests.lengths > 0)
-    if not len(ids):
+def _by_response(requests: Requests, seconds: Floats) -> Floats:
+    """Sum what requests that ran take over the turns of each response."""
+    if requests.turns is None:
+        return seconds
+    response = np.empty(len(requests), np.int64)
+    for n, chain in enumerate(requests.chains):
+        response[chain] = n
+    return np.bincount(response[requests.lengths > 0], seconds).astype(np.float64)
+
+
+def fixed_bound_s(requests: Requests, floors: Floors, acceptance: Acceptance | None, seed: int) -> float:
+    """Seconds that no schedule undercuts where every response stays on its worker, all of one shape."""
+    if not requests.lengths.any():
         return 0.0
-    floors, most = shape.floors, largest_batch(requests, shape.costs)
-    batch_s, batches = floors.batch_s[:, :most], np.arange(1, most + 1)
-    fixed: list[list[float]] = []
+    floors = floors.holding(requests)
+    fixed_s, batches = floors.fixed_s, floors.batches
+    rows: list[Iterations] = []
     for b in _TOUCHED_BATCHES:
-        more_s = floors.each_s[:, most - 1]
-        if b < most:
-            steepest_s = (batch_s[:, b:] - batch_s[:, b - 1 : b]) / (batches[b:] - b)
+        more_s = (fixed_s / batches).min(axis=1)
+        if b < len(batches):
+            steepest_s = (fixed_s[:, b:] - fixed_s[:, b - 1 : b]) / (batches[b:] - b)
             more_s = np.clip(steepest_s.min(axis=1), 0.0, more_s)
-        base_s = (batch_s - more_s[:, None] * batches).min(axis=1)
-        fixed += [(base_s + more_s).tolist(), more_s.tolist()]
-    slopes_s = [[float(floors.slope_s[most - 1])] * len(floors.regimes)] * len(fixed)
-    decoding = _decoding_s(requests, ids.tolist(), floors.regimes, fixed, slopes_s, acceptance, seed)
-    _, held_s = _prefill_s(requests, ids, [shape])
-    first = np.arange(len(requests))
-    if requests.turns is not None:
-        for chain in requests.chains:
-            first[list(chain)] = chain[0]
-    bound_s = 0.0
-    for alone, added in zip(decoding[::2], decoding[1::2], strict=True):
-        rest = np.bincount(first[ids], alone - added).astype(np.float64)
-        work = np.bincount(first[ids], held_s + added).astype(np.float64)
-        bound_s = max(bound_s, _filled_s(rest, work, shape.workers))
-    return bound_s
+        base_s = (fixed_s - more_s[:, None] * batches).min(axis=1)
+        rows += [floors.costing(base_s + more_s), floors.costing(more_s)]
+    decoding_s = _decoding_s(requests, rows, acceptance, seed)
+    prefill_s = _prefill_s(requests, [floors])[1] / floors.shape.gpus
+    bounds_s = []
+    for alone_s, added_s in zip(decoding_s[::2], decoding_s[1::2], strict=True):
+        rest_s, work_s = (_by_response(requests, each_s) for each_s in (alone_s - added_s, prefill_s + added_s))
+        bounds_s.append(filled_s(rest_s, work_s, floors.shape.engines))
+    return max(bounds_s)
 
 
-def _filled_s(rest: Floats, added: Floats, workers: int) -> float:
-    """Least time in which workers can be filled with work, in order of falling `rest`."""
-    order = np.argsort(-rest, kind="stable")
-    rests, ends = rest[order].tolist(), np.cumsum(added[order]).tolist()
+def filled_s(rest_s: Floats, added_s: Floats, workers: int) -> float:
+    """Least time in which workers can be filled with work, in order of falling rest; no assignment takes less."""
+    order = np.argsort(-rest_s, kind="stable")
+    rests_s, ends_s = rest_s[order].tolist(), np.cumsum(added_s[order]).tolist()
 
     def fits(makespan_s: float) -> bool:
-        placed = 0.0
+        placed_s = 0.0
         for _ in range(workers):
-            at = bisect_right(ends, placed)
-            if at == len(ends):
+            at = bisect_right(ends_s, placed_s)
+            if at == len(ends_s):
                 break
-            if rests[at] > makespan_s:
+            if rests_s[at] > makespan_s:
                 return False
-            placed += makespan_s - rests[at]
-        return bool(placed >= ends[-1])
+            placed_s += makespan_s - rests_s[at]
+        return bool(placed_s >= ends_s[-1])
 
-    return _least(fits, 0.0, rests[0] + ends[-1])
+    return _least(fits, rests_s[0] + ends_s[-1])
 
 
-def _least(fits: Callable[[float], bool], low: float, high: float) -> float:
-    """The least number that fits, by bisection from below; where `high` does not fit, it is doubled first."""
+def _least(fits: Callable[[float], bool], high: float) -> float:
+    """The least number from 0 that fits, by bisection from below; where `high` does not fit, it is doubled first."""
+    low = 0.0
     while not fits(high):
         low, high = high, 2 * high + 1e-12
     for _ in range(_HALVINGS):
@@ -253,22 +258,14 @@ def largest_batch(requests: Requests, costs: CostModel) -> int:
 
 
 def _decoding_s(
-    requests: Requests,
-    ids: list[int],
-    regimes: Sequence[Regime],
-    fixed: list[list[float]],
-    slopes_s: list[list[float]],
-    acceptance: Acceptance | None,
-    seed: int,
+    requests: Requests, rows: Sequence[Iterations], acceptance: Acceptance | None, seed: int
 ) -> list[Floats]:
-    """Least seconds to decode each response that ran, for each row of `fixed` and `slopes_s`.
-
-    A row has the fixed cost of each regime, and its seconds per token of context.
-    """
+    """Least seconds to decode each response that ran, for each row: iterations of the same regimes at other costs."""
+    ids = np.flatnonzero(requests.lengths > 0)
+    regimes = [regime for regime, _, _ in rows[0]]
     speculates = any(regime.strategy.speculates for regime in regimes)
     if speculates and acceptance is not None and acceptance.varies_by == "position":
-        rows = zip(fixed, slopes_s, strict=True)
-        return [_replayed(requests, ids, list(zip(regimes, *row, strict=True)), acceptance) for row in rows]
+        return [_replayed(requests, ids, row, acceptance) for row in rows]
     prompts = requests.prompts[ids].astype(np.float64)
     lengths = requests.lengths[ids].astype(np.float64) - TOLERANCE_TOKENS
 
@@ -295,39 +292,34 @@ def _decoding_s(
     longest = float(lengths.max())
     falls = by_request and acceptance is not None and acceptance.at_context(0.0) is not acceptance
     begins = np.arange(0.0, longest, _STRETCH_TOKENS) if falls else [0.0]
-    least = [np.zeros(len(ids)) for _ in fixed]
+    least = [np.zeros(len(ids)) for _ in rows]
     for begin in begins:
         gains = [most(regime, float(begin)) for regime in regimes]
         end = np.minimum(lengths, begin + _STRETCH_TOKENS) if falls else lengths
         width = np.maximum(end - begin, 0.0)
-        for row, slopes, seconds in zip(fixed, slopes_s, least, strict=True):
+        for row, seconds in zip(rows, least, strict=True):
             ends = []
             for x in (begin, begin + width):
-                terms = zip(gains, row, slopes, strict=True)
-                per_token = [(fix + slope * (prompts + x)) / gain - slope / 2 for gain, fix, slope in terms]
+                each = zip(gains, row, strict=True)
+                per_token = [(fix + slope * (prompts + x)) / gain - slope / 2 for gain, (_, fix, slope) in each]
                 ends.append(np.min(per_token, axis=0))
             seconds += width * (ends[0] + ends[1]) / 2
     return least
 
 
-def _replayed(
-    requests: Requests,
-    ids: list[int],
-    strategies: list[tuple[Regime, float, float]],
-    acceptance: Acceptance,
-) -> Floats:
+def _replayed(requests: Requests, ids: Ints, iterations: Iterations, acceptance: Acceptance) -> Floats:
     """Shortest path from position 0 to the end, for all responses at once, from the last position backwards."""
     order = np.argsort(-requests.lengths[ids], kind="stable")
-    longest_first = np.array(ids)[order]
+    longest_first = ids[order]
     lengths, prompts = requests.lengths[longest_first], requests.prompts[longest_first]
     ends = np.cumsum(lengths)
     accepted_of = {
         name: np.concatenate(
             [acceptance.positions(name, requests.keys[i], requests.response_tokens[i]) for i in longest_first]
         )
-        for name in {r.strategy.drafter for r, _, _ in strategies if r.strategy.speculates}
+        for name in {r.strategy.drafter for r, _, _ in iterations if r.strategy.speculates}
     }
-    window = 2 + max(r.most for r, _, _ in strategies)
+    window = 2 + max(r.most for r, _, _ in iterations)
     # best[j, r % window]: least seconds for the last r tokens of response j; column 0 at r = 0 is the end itself.
     best = np.zeros((len(order), window))
     active_until = np.searchsorted(-lengths, -np.arange(1, int(lengths[0]) + 1), side="right")
@@ -335,7 +327,7 @@ def _replayed(
         rows = np.arange(active)
         context = prompts[:active] + lengths[:active] - tokens_left
         options = []
-        for regime, fix, slope_s in strategies:
+        for regime, fix, slope_s in iterations:
             gain: int | Ints = 1
             if regime.strategy.speculates:
                 accepted = accepted_of[regime.strategy.drafter][ends[:active] - tokens_left]
@@ -349,41 +341,28 @@ def _replayed(
     return result
 
 
-def shared_bound_s(requests: Requests, shapes: Sequence[Shape]) -> float:
-    """Seconds that no schedule of these requests undercuts, where all gain alike."""
+def shared_bound_s(requests: Requests, shapes: Sequence[Floors]) -> float:
+    """Seconds that no schedule of these requests undercuts, where all gain alike, on GPUs that may run any shape."""
     ids = np.flatnonzero(requests.lengths > 0)
-    if not len(ids):
-        return 0.0
-    weights, workers = _gpus_per_first(shapes)
-    most = [largest_batch(requests, shape.costs) for shape in shapes]
-    options = [shape.floors.options[:, :, :batch] for shape, batch in zip(shapes, most, strict=True)]
-    if min(fixed_s.min() for _, fixed_s, _ in options) <= 0.0:
+    shapes = [floors.holding(requests) for floors in shapes]
+    if not len(ids) or min(floors.fixed_s.min() for floors in shapes) <= 0.0:
         return 0.0  # An iteration without a fixed cost has no rate: only the other bounds hold.
-    envelopes = shapes[0].floors.envelopes if len(shapes) == 1 else {}
-    if most[0] not in envelopes:
-        rates, shares = [], []
-        for (tokens, fixed_s, _), weight in zip(options, weights, strict=True):
-            rates.append((tokens / fixed_s).ravel())
-            shares.append(np.broadcast_to(weight / np.arange(1, tokens.shape[1] + 1), tokens.shape).ravel())
-        envelopes[most[0]] = envelope(np.concatenate(rates), np.concatenate(shares))
-    rate, share = envelopes[most[0]]
-    gain = max(tokens.max() for tokens, _, _ in options)
-    slopes_s = [slopes_s.min() for _, _, slopes_s in options]
-    held_slope_s = min(weight * slope_s for weight, slope_s in zip(weights, slopes_s, strict=True))
+    rate, gpus = envelope(*np.concatenate([floors.envelope() for floors in shapes], axis=1))
+    gain = max(floors.options[0].max() for floors in shapes)
     lengths = requests.lengths[ids] - TOLERANCE_TOKENS
     prompts = requests.prompts[ids].astype(np.float64)
     contexts = np.maximum((prompts * lengths + lengths**2 / 2) / gain - lengths / 2, 0.0)
-    prefill_s, held_s = _prefill_s(requests, ids, shapes)
-    own_s, held_own_s = prefill_s + min(slopes_s) * contexts, held_s + held_slope_s * contexts
+    slopes_s = [min(each.slope_s for each in shapes), min(each.shape.gpus * each.slope_s for each in shapes)]
+    own_s, held_own_s = _prefill_s(requests, shapes) + np.outer(slopes_s, contexts)
 
     def fits(makespan_s: float) -> bool:
         left_s = makespan_s - own_s
         if (left_s <= 0).any() or (lengths > rate[-1] * left_s).any():
             return False
-        held_s = held_own_s + left_s * np.interp(lengths / left_s, rate, share)
-        return bool(held_s.sum() <= workers * makespan_s)
+        held_s = held_own_s + left_s * np.interp(lengths / left_s, rate, gpus)
+        return bool(held_s.sum() <= shapes[0].num_gpus * makespan_s)
 
-    return _least(fits, 0.0, float((own_s + lengths / rate[-1]).max()))
+    return _least(fits, float((own_s + lengths / rate[-1]).max()))
 
 
 def envelope(x: Floats, y: Floats) -> tuple[Floats, Floats]:

@@ -24,6 +24,7 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
 from tltlab.own import from_user, raised, split
 from tltlab.planning.composition import Admission, SharedBuffer
+from tltlab.planning.rollout import Shape
 from tltlab.policies.driver import refuse_needs
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import WHOLE_TOKENS, Selector
@@ -38,7 +39,7 @@ from tltlab.sim.workload import changed, requests_by_step
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .bounds import Floors, Shape, fixed_bound_s, lower_bound_s, shared_bound_s
+from .bounds import Floors, fixed_bound_s, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
 from .idle_training import IdleUse, SimulatedSpotTrainer
 from .placement import place_steps
@@ -323,21 +324,12 @@ class Scenario(SimulationConfig):
     def _largest_queue(self) -> int:
         return max((len(queue) for queues in self.queues for queue in queues), default=1)
 
-    def bound_of(self, policy: Policy, own: Acceptance | None = None) -> Floats | None:
+    def bound_of(self, policy: Policy, own: Acceptance | None = None, *, moves: bool = True) -> Floats | None:
         """The clairvoyant bound of each RL step to which a policy's regret is, see `bounding`; worked out once.
 
-        None under a budget, which drafts less than its strategy for some.
+        Without `moves` it is that of responses which stay on their workers. None under a budget, which drafts less than
+        its strategy for some.
         """
-        return self._bound_of(policy, own, moves=True)
-
-    def drain_bound_of(self, policy: Policy, own: Acceptance | None = None) -> Floats | None:
-        """The bound of each RL step on these workers where no response moves, at least `bound_of`, see `bounding`.
-
-        The difference to `bound_of` is drain: what no placement, order or choice avoids while responses stay.
-        """
-        return self._bound_of(policy, own, moves=False)
-
-    def _bound_of(self, policy: Policy, own: Acceptance | None, *, moves: bool) -> Floats | None:
         if budgets_of(policy, 1):
             return None
         scenario, strategies = self.bounding(policy, own)
@@ -395,17 +387,17 @@ class Scenario(SimulationConfig):
         if model is not None:
             model = model.at_best([s.drafter for s in strategies]).within(self.longest_context_tokens)
         regimes = Regimes(strategies, self.costs, model, self.registry if drafters is None else drafters)
-        floors = Floors.of(regimes, max(map(len, self.steps), default=1))
-        shape = Shape(floors=floors, costs=self.costs, workers=self.workers)
+        shape = Shape(engines=self.workers, gpus=self.costs.tensor_parallel)
+        floors = Floors.of(regimes, self.costs, shape, max(map(len, self.steps), default=1))
         # All gain alike in every iteration: then sharing a worker has an exact price.
         alike = not any(s.speculates for s in strategies) or (model is not None and model.varies_by == "nothing")
         bounds_s = []
         for step in self.steps:
-            bound_s = lower_bound_s(step, [shape], model, self.seed)
+            bound_s = lower_bound_s(step, [floors], model, self.seed)
             if alike:
-                bound_s = max(bound_s, shared_bound_s(step, [shape]))
+                bound_s = max(bound_s, shared_bound_s(step, [floors]))
             if not moves:
-                bound_s = max(bound_s, fixed_bound_s(step, shape, model, self.seed))
+                bound_s = max(bound_s, fixed_bound_s(step, floors, model, self.seed))
             if step.turns is not None and self.max_tools is not None:
                 bound_s = max(bound_s, sum(step.turns.tool_s) / self.max_tools)
             bounds_s.append(bound_s + self.costs.outside_s if bound_s else bound_s)

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from bench.simulator import COSTS, example_table
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.costs.linear import LinearCosts
+from tltlab.planning.rollout import Shape
 from tltlab.policies.policy import load_policy
 from tltlab.sim import simulate
-from tltlab.sim.bounds import Floors, Shape, fixed_bound_s, lower_bound_s, shared_bound_s
+from tltlab.sim.bounds import Floors, fixed_bound_s, lower_bound_s, shared_bound_s
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario
@@ -219,9 +220,8 @@ def test_a_lone_replayed_response_meets_the_best_path(length, seed, strategies):
     assert simulated(instance)[1] == pytest.approx(optimum(instance), rel=1e-9)
 
 
-def shape_of(costs, workers, most, strategies=(NO_SPECULATION,), model=None, **gpus):
-    floors = Floors.of(Regimes(strategies, costs, model), most)
-    return Shape(floors=floors, costs=costs, workers=workers, **gpus)
+def floors_of(costs, workers, most, strategies=(NO_SPECULATION,), model=None, gpus=1):
+    return Floors.of(Regimes(strategies, costs, model), costs, Shape(engines=workers, gpus=gpus), most)
 
 
 def step_of(lengths, prompts=128):
@@ -240,19 +240,19 @@ def test_no_placement_and_no_policy_beats_shared_bound(lengths, workers, placeme
     costs, model = COSTS.model_copy(update={"max_num_seqs": seats}), GeometricAcceptance(alpha=0.7)
     policy = example_table() if speculates else load_policy("none")
     scenario = Scenario.of(of_lengths(lengths, workers=workers), costs=costs, acceptance=model, placement=placement)
-    step, shape = scenario.steps[0], shape_of(costs, workers, len(lengths), policy.strategies, model)
-    bound_s = shared_bound_s(step, [shape])
+    step, floors = scenario.steps[0], floors_of(costs, workers, len(lengths), policy.strategies, model)
+    bound_s = shared_bound_s(step, [floors])
     rollout_s = scenario.rollouts(policy)[0].makespan_s
     assert bound_s <= rollout_s * CLOSE
-    older_s = lower_bound_s(step, [shape], model, 0)
+    older_s = lower_bound_s(step, [floors], model, 0)
     assert bound_s >= 0.999 * older_s if not speculates else bound_s > 0
-    assert 0 < fixed_bound_s(step, shape, model, 0) <= rollout_s * CLOSE
+    assert 0 < fixed_bound_s(step, floors, model, 0) <= rollout_s * CLOSE
 
 
 def test_a_long_response_needs_room_of_its_own():
     per_request = costs(base_s=1.0, per_request_s=0.5)
-    step, shape = step_of([1000] + [200] * 30), shape_of(per_request, 2, 31)
-    assert shared_bound_s(step, [shape]) > 1.1 * lower_bound_s(step, [shape], None, 0)
+    step, floors = step_of([1000] + [200] * 30), floors_of(per_request, 2, 31)
+    assert shared_bound_s(step, [floors]) > 1.1 * lower_bound_s(step, [floors], None, 0)
 
 
 @pytest.mark.parametrize("acceptance", ["ngram=0.8@1k", "ngram=0.8@3k", "ngram=0.8"])
@@ -284,11 +284,11 @@ def simulate_s(scenario, strategies, strategy):
 )
 def test_without_moves_a_drain_is_optimal(lengths, per_context_s, seconds):
     terms = costs(base_s=1.0, per_request_s=0.1, per_context_s=per_context_s)
-    step, shape = step_of(lengths, prompts=100), shape_of(terms, 2, len(lengths))
+    step, floors = step_of(lengths, prompts=100), floors_of(terms, 2, len(lengths))
     trace = of_lengths(lengths, workers=2, prompt_tokens=100)
     assert simulate(trace, costs=terms, placement="longest_first").makespan_s == pytest.approx(seconds)
-    assert fixed_bound_s(step, shape, None, 0) == pytest.approx(seconds)
-    assert lower_bound_s(step, [shape], None, 0) < 0.95 * seconds
+    assert fixed_bound_s(step, floors, None, 0) == pytest.approx(seconds)
+    assert lower_bound_s(step, [floors], None, 0) < 0.95 * seconds
 
 
 SPLIT = COSTS.model_copy(update={"base_s": 2e-3, "per_context_s": 6e-9, "per_token_s": 6e-6})
@@ -299,7 +299,7 @@ SPLIT = COSTS.model_copy(update={"base_s": 2e-3, "per_context_s": 6e-9, "per_tok
 @given(st.lists(st.integers(1, 900), min_size=1, max_size=20), st.sampled_from([1, 100, 300, 900]), st.integers(1, 2))
 def test_no_gather_onto_another_shape_beats_the_bound_of_both(lengths, gathered_at, large):
     small, most = 4 * large, len(lengths)
-    shapes = [shape_of(COSTS, small, most), shape_of(SPLIT, large, most, gpus=4)]
+    shapes = [floors_of(COSTS, small, most), floors_of(SPLIT, large, most, gpus=4)]
     step, lengths = step_of(lengths), np.array(lengths)
     before = Scenario.of(
         of_lengths(np.minimum(lengths, gathered_at), workers=small), costs=COSTS, placement="longest_first"
@@ -313,9 +313,8 @@ def test_no_gather_onto_another_shape_beats_the_bound_of_both(lengths, gathered_
     for bound in (lambda shapes: lower_bound_s(step, shapes, None, 0), lambda shapes: shared_bound_s(step, shapes)):
         both_s = bound(shapes)
         assert 0 < both_s <= rollout_s * CLOSE
-        assert both_s <= min(bound([shape]) for shape in shapes) * CLOSE
+        assert both_s <= min(bound([floors]) for floors in shapes) * CLOSE
         assert both_s == pytest.approx(bound(shapes[::-1]))
         # One shape has the same bound however it is counted.
-        assert (
-            bound(shapes[:1]) == bound([shape_of(COSTS, small, most, gpus=3)]) == pytest.approx(bound(shapes[:1] * 2))
-        )
+        again = [floors_of(COSTS, small, most, gpus=3)], shapes[:1] * 2
+        assert [bound(shapes) for shapes in again] == pytest.approx([bound(shapes[:1])] * 2)

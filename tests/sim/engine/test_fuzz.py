@@ -152,7 +152,7 @@ def cases(draw, acceptances=ACCEPTANCES, modes=("fluid",)):
 
 
 def stays_above_its_bounds(result, policy):
-    fixed_s = result.scenario.drain_bound_of(policy)
+    fixed_s = result.scenario.bound_of(policy, moves=False)
     for rollout, *bounds_s in zip(result.rollouts, result.bounds_s(), fixed_s, strict=True):
         assert bounds_s[0] <= bounds_s[1] <= rollout.makespan_s * (1 + 1e-9)
 
