@@ -1,4 +1,4 @@
-"""Clairvoyant lower bounds on a rollout's makespan: no placement, order or choice among the strategies beats them.
+"""Clairvoyant lower bounds on a rollout's makespan: no placement, order, move or choice among strategies beats them.
 
 `lower_bound_s` holds for every acceptance, where each request gains what is expected or replayed (a bound that no draw
 can undercut would be half as high; a sampled rollout may undercut this one by chance):
@@ -10,6 +10,12 @@ can undercut would be half as high; a sampled rollout may undercut this one by c
 An iteration takes T(b, S) = f(b) + c(b)*S. `alone_i` is the least time in which response i can be prefilled and decoded
 in iterations of min_b f(b), where b ranges over the batches that a worker can hold: batch 1, unless a cost model has
 larger batches run faster. `share_i` is the same with min_b f(b)/b, a request's least share. c is the least c(b).
+
+Both hold for requests that move between workers: each iteration that a response takes part in costs as much on any
+worker, and a move adds a prefill or a transfer. Several shapes of the same GPUs, of which each GPU runs one at a time
+(8 workers of one GPU, 2 of four), have one bound. The path takes the least over the shapes' iterations as it does over
+strategies. The area is in seconds of GPUs: a share of a worker with t GPUs counts t-fold, and W*T is all GPUs times T,
+in units of the first shape's workers. With one shape all factors are 1.
 
 The least decoding time of one response of L tokens, prompt p, under strategies s with cost fix_s + c*context:
 
@@ -33,90 +39,213 @@ worker for at least own_i + T_i * g(L_i/T_i) seconds, T_i = T - own_i. The bound
     sum_i own_i + T_i * g(L_i/T_i) <= W*T,    L_i/T_i within reach of g for all i.
 
 The left side falls as T grows (g is convex, g(0) = 0), so T is found by bisection. The longest response alone (path)
-and the work at the best batch (area) are its two ends.
+and the work at the best batch (area) are its two ends. With several shapes the points are those of all shapes, their
+shares times t, and own_i is least over shapes, once in seconds and once in seconds of GPUs.
+
+`fixed_bound_s` is for one shape and no moves: all iterations of a response are on one worker, which cannot lend its
+rest to others. This is the drain: while the longest response of a worker runs, the iterations' fixed cost is paid, no
+matter how few others run beside it.
+
+Take for each strategy a line below its iterations, f_s(b) >= base_s + more_s*b with base_s, more_s >= 0, for all b that
+a worker can hold. An iteration then takes at least base_s plus more_s + c*context for each request in it. Let j be any
+response on a worker. Add up the worker's iterations, and leave out base_s where j does not run:
+
+    time of the worker >= sum over iterations with j of (base_s + more_s + c*context_j)
+                        + sum over i != j, over iterations with i, of (more_s + c*context_i)
+                       >= alone_j + sum_{i != j} added_i
+
+`alone_j` is the least decoding time, as above, at fixed cost base_s + more_s; `added_i` that at more_s, with i's
+prefills, which hold the worker. Let rest_j = alone_j - added_j, so that a worker is busy for at least the largest
+rest_j on it plus the sum of its added_i. No order matters, nor who waits, pauses or is preempted.
+
+Which worker has whom is free, so T is a bound if no assignment has max rest + sum added <= T on all W workers. Sort
+responses by falling rest and fill workers in this order, each with T - (rest of the first response not yet placed in
+full) seconds of added work; a response may be split. If any assignment fits, so does this: let its workers come by
+falling largest rest, and suppose that j workers filled in order hold at least what the first j of the assignment can.
+If the next response u in order had a larger rest than all on worker j + 1 of the assignment, then u and all before u
+would be on its first j workers, more than these can hold. So u's rest is at most that worker's largest rest, worker
+j + 1 filled in order has at least as much room, and the claim holds for j + 1. T is found by bisection.
+
+Any line is valid. Those used touch f_s at batches of 1, 4, 16 and 64, and go up to the next larger batches as steeply
+as f_s allows; the largest bound counts.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tltlab.acceptance.base import Acceptance, RequestArrays
 from tltlab.arrays import Floats, Ints
 from tltlab.costs.base import CostModel
+from tltlab.planning.rollout import Shape
 from tltlab.sim.engine.batch import TOLERANCE_TOKENS
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
 
 _HALVINGS = 40
 _STRETCH_TOKENS = 256.0
+_TOUCHED_BATCHES = (1, 4, 16, 64)
+
+
+Iterations = list[tuple[Regime, float, float]]
+"""Of each regime, with the seconds that do not depend on the context and those per token of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Floors:
-    """The cheapest iterations of batches up to any size: row r is of `regimes[r]`, column b of batches of 1 to b + 1.
+    """What iterations cost on the engines of one shape, at batches of 1 in column 0, of 2 in column 1, and so on.
 
-    `fixed_s` without the context's share, `each_s` likewise for one request of the batch, and `slope_s` per token of
-    context. `options` are tokens, seconds without context and seconds per token of it, by strategy and batch size, and
-    `envelopes` those of rates and shares by the largest batch, which RL steps of a run share as a rule.
+    `fixed_s` are without the context's share, row r of `regimes[r]`. `options` are tokens, seconds without context and
+    seconds per token of it, by strategy and batch size, and `envelopes` those of rates and shares by the largest batch,
+    which RL steps of a run share as a rule.
     """
 
+    shape: Shape
+    costs: CostModel
     regimes: Sequence[Regime]
     fixed_s: Floats
-    each_s: Floats
-    slope_s: Floats
     options: Floats
-    envelopes: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
+    envelopes: dict[int, Floats] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, regimes: Regimes, most: int) -> Floors:
+    def of(cls, regimes: Regimes, costs: CostModel, shape: Shape, most: int) -> Floors:
         """Work them out for batches of up to `most` requests."""
         every, batches = regimes.up_to(most), range(1, most + 1)
-        fixed_s = np.array([[regime.fixed_s(b) for b in batches] for regime in every])
-        slope_s = np.array([[regime.slope_s(b) for b in batches] for regime in every])
         at = [[regimes.at(s, b, loaded=not regimes.loads_late) for b in batches] for s in regimes.strategies]
         options = [[(r.tokens, r.fixed_s(b), r.slope_s(b)) for b, r in zip(batches, row, strict=True)] for row in at]
         return cls(
+            shape=shape,
+            costs=costs,
             regimes=every,
-            fixed_s=np.minimum.accumulate(fixed_s, axis=1),
-            each_s=np.minimum.accumulate(fixed_s / np.array(batches), axis=1),
-            slope_s=np.minimum.accumulate(slope_s.min(axis=0)),
+            fixed_s=np.array([[regime.fixed_s(b) for b in batches] for regime in every]),
             options=np.moveaxis(np.array(options), 2, 0),
         )
 
+    @property
+    def batches(self) -> Ints:
+        return np.arange(1, self.fixed_s.shape[1] + 1)
 
-def lower_bound_s(
-    requests: Requests,
-    floors: Floors,
-    costs: CostModel,
-    workers: int,
-    acceptance: Acceptance | None,
-    seed: int,
-) -> float:
-    """Seconds that no schedule of these requests on `workers` workers undercuts."""
-    ids = np.flatnonzero(requests.lengths > 0)
-    if not len(ids):
+    @property
+    def slope_s(self) -> float:
+        """Least seconds per token of context."""
+        return float(self.options[2].min())
+
+    @property
+    def num_gpus(self) -> int:
+        return self.shape.engines * self.shape.gpus
+
+    def holding(self, requests: Requests) -> Floors:
+        """Those of the batches that a worker can hold of these requests."""
+        most = largest_batch(requests, self.costs)
+        return replace(self, fixed_s=self.fixed_s[:, :most], options=self.options[:, :, :most])
+
+    def costing(self, fixed_s: Floats, gpus: int = 1) -> Iterations:
+        """Iterations of each regime with these fixed costs, in seconds of so many GPUs."""
+        return [(regime, gpus * each, gpus * self.slope_s) for regime, each in zip(self.regimes, fixed_s, strict=True)]
+
+    def envelope(self) -> Floats:
+        """The `envelope` of a response's rates and the GPUs that each takes."""
+        most = len(self.batches)
+        if most not in self.envelopes:
+            tokens, fixed_s, _ = self.options
+            gpus = np.broadcast_to(self.shape.gpus / self.batches, fixed_s.shape)
+            self.envelopes[most] = np.array(envelope((tokens / fixed_s).ravel(), gpus.ravel()))
+        return self.envelopes[most]
+
+
+def lower_bound_s(requests: Requests, shapes: Sequence[Floors], acceptance: Acceptance | None, seed: int) -> float:
+    """Seconds that no schedule of these requests undercuts, on GPUs of which each may run any of the shapes."""
+    if not requests.lengths.any():
         return 0.0
-    # With prefix caching a prompt may have been prefilled for another sample, or for the turn before.
-    prefill = costs.prefill_s(1.0) * requests.uncached[ids].astype(np.float64)
-    most = largest_batch(requests, costs)
-    fixed = [floors.fixed_s[:, most - 1].tolist(), floors.each_s[:, most - 1].tolist()]
-    slope_s = float(floors.slope_s[most - 1])
-    decoding = _decoding_s(requests, ids.tolist(), floors.regimes, fixed, slope_s, acceptance, seed)
-    alone, share = prefill + decoding[0], _held_s(prefill, costs) + decoding[1]
+    shapes = [floors.holding(requests) for floors in shapes]
+    path: Iterations = []
+    area: Iterations = []
+    for floors in shapes:
+        path += floors.costing(floors.fixed_s.min(axis=1))
+        area += floors.costing((floors.fixed_s / floors.batches).min(axis=1), floors.shape.gpus)
+    alone_s, held_s = _prefill_s(requests, shapes) + _decoding_s(requests, [path, area], acceptance, seed)
     if requests.turns is not None:
-        seconds = dict(zip(ids.tolist(), (alone + np.array(requests.turns.tool_s)[ids]).tolist(), strict=True))
-        chains = (requests.turns.chain(first) for first in requests.turns.first if first in seconds)
-        alone = np.array([sum(seconds[turn] for turn in chain) for chain in chains])
-    return float(max(alone.max(), share.sum() / workers))
+        alone_s += np.array(requests.turns.tool_s)[requests.lengths > 0]
+    return float(max(_by_response(requests, alone_s).max(), held_s.sum() / shapes[0].num_gpus))
 
 
-def _held_s(prefill_s: Floats, costs: CostModel) -> Floats:
-    """Lower bound of a worker's time in prefills: 0 where chunks may ride in iterations bound by memory."""
-    return prefill_s if costs.max_num_batched_tokens is None else np.zeros_like(prefill_s)
+def _prefill_s(requests: Requests, shapes: Sequence[Floors]) -> Floats:
+    """Least seconds in which each request that ran is prefilled; in a second row, seconds of GPUs that this holds.
+
+    The latter are 0 where chunks may ride in iterations bound by memory. With prefix caching a prompt may have been
+    prefilled for another sample, or for the turn before.
+    """
+    token_s = [floors.costs.prefill_s(1.0) for floors in shapes]
+    gpus = [floors.shape.gpus * (floors.costs.max_num_batched_tokens is None) for floors in shapes]
+    return np.outer([min(token_s), np.multiply(token_s, gpus).min()], requests.uncached[requests.lengths > 0])
+
+
+def _by_response(requests: Requests, seconds: Floats) -> Floats:
+    """Sum what requests that ran take over the turns of each response."""
+    if requests.turns is None:
+        return seconds
+    response = np.empty(len(requests), np.int64)
+    for n, chain in enumerate(requests.chains):
+        response[chain] = n
+    return np.bincount(response[requests.lengths > 0], seconds).astype(np.float64)
+
+
+def fixed_bound_s(requests: Requests, floors: Floors, acceptance: Acceptance | None, seed: int) -> float:
+    """Seconds that no schedule undercuts where every response stays on its worker, all of one shape."""
+    if not requests.lengths.any():
+        return 0.0
+    floors = floors.holding(requests)
+    fixed_s, batches = floors.fixed_s, floors.batches
+    rows: list[Iterations] = []
+    for b in _TOUCHED_BATCHES:
+        more_s = (fixed_s / batches).min(axis=1)
+        if b < len(batches):
+            steepest_s = (fixed_s[:, b:] - fixed_s[:, b - 1 : b]) / (batches[b:] - b)
+            more_s = np.clip(steepest_s.min(axis=1), 0.0, more_s)
+        base_s = (fixed_s - more_s[:, None] * batches).min(axis=1)
+        rows += [floors.costing(base_s + more_s), floors.costing(more_s)]
+    decoding_s = _decoding_s(requests, rows, acceptance, seed)
+    prefill_s = _prefill_s(requests, [floors])[1] / floors.shape.gpus
+    bounds_s = []
+    for alone_s, added_s in zip(decoding_s[::2], decoding_s[1::2], strict=True):
+        rest_s, work_s = (_by_response(requests, each_s) for each_s in (alone_s - added_s, prefill_s + added_s))
+        bounds_s.append(filled_s(rest_s, work_s, floors.shape.engines))
+    return max(bounds_s)
+
+
+def filled_s(rest_s: Floats, added_s: Floats, workers: int) -> float:
+    """Least time in which workers can be filled with work, in order of falling rest; no assignment takes less."""
+    order = np.argsort(-rest_s, kind="stable")
+    rests_s, ends_s = rest_s[order].tolist(), np.cumsum(added_s[order]).tolist()
+
+    def fits(makespan_s: float) -> bool:
+        placed_s = 0.0
+        for _ in range(workers):
+            at = bisect_right(ends_s, placed_s)
+            if at == len(ends_s):
+                break
+            if rests_s[at] > makespan_s:
+                return False
+            placed_s += makespan_s - rests_s[at]
+        return bool(placed_s >= ends_s[-1])
+
+    return _least(fits, rests_s[0] + ends_s[-1])
+
+
+def _least(fits: Callable[[float], bool], high: float) -> float:
+    """The least number from 0 that fits, by bisection from below; where `high` does not fit, it is doubled first."""
+    low = 0.0
+    while not fits(high):
+        low, high = high, 2 * high + 1e-12
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return low
 
 
 def largest_batch(requests: Requests, costs: CostModel) -> int:
@@ -129,18 +258,14 @@ def largest_batch(requests: Requests, costs: CostModel) -> int:
 
 
 def _decoding_s(
-    requests: Requests,
-    ids: list[int],
-    regimes: Sequence[Regime],
-    fixed: list[list[float]],
-    slope_s: float,
-    acceptance: Acceptance | None,
-    seed: int,
+    requests: Requests, rows: Sequence[Iterations], acceptance: Acceptance | None, seed: int
 ) -> list[Floats]:
-    """Least seconds to decode each response that ran, for each row of `fixed`: the fixed cost of each regime."""
+    """Least seconds to decode each response that ran, for each row: iterations of the same regimes at other costs."""
+    ids = np.flatnonzero(requests.lengths > 0)
+    regimes = [regime for regime, _, _ in rows[0]]
     speculates = any(regime.strategy.speculates for regime in regimes)
     if speculates and acceptance is not None and acceptance.varies_by == "position":
-        return [_replayed(requests, ids, list(zip(regimes, row, strict=True)), slope_s, acceptance) for row in fixed]
+        return [_replayed(requests, ids, row, acceptance) for row in rows]
     prompts = requests.prompts[ids].astype(np.float64)
     lengths = requests.lengths[ids].astype(np.float64) - TOLERANCE_TOKENS
 
@@ -167,93 +292,77 @@ def _decoding_s(
     longest = float(lengths.max())
     falls = by_request and acceptance is not None and acceptance.at_context(0.0) is not acceptance
     begins = np.arange(0.0, longest, _STRETCH_TOKENS) if falls else [0.0]
-    least = [np.zeros(len(ids)) for _ in fixed]
+    least = [np.zeros(len(ids)) for _ in rows]
     for begin in begins:
         gains = [most(regime, float(begin)) for regime in regimes]
         end = np.minimum(lengths, begin + _STRETCH_TOKENS) if falls else lengths
         width = np.maximum(end - begin, 0.0)
-        for row, seconds in zip(fixed, least, strict=True):
+        for row, seconds in zip(rows, least, strict=True):
             ends = []
             for x in (begin, begin + width):
-                per_token = [(fix + slope_s * (prompts + x)) / gain for gain, fix in zip(gains, row, strict=True)]
-                ends.append(np.min(per_token, axis=0) - slope_s / 2)
+                each = zip(gains, row, strict=True)
+                per_token = [(fix + slope * (prompts + x)) / gain - slope / 2 for gain, (_, fix, slope) in each]
+                ends.append(np.min(per_token, axis=0))
             seconds += width * (ends[0] + ends[1]) / 2
     return least
 
 
-def _replayed(
-    requests: Requests,
-    ids: list[int],
-    strategies: list[tuple[Regime, float]],
-    slope_s: float,
-    acceptance: Acceptance,
-) -> Floats:
+def _replayed(requests: Requests, ids: Ints, iterations: Iterations, acceptance: Acceptance) -> Floats:
     """Shortest path from position 0 to the end, for all responses at once, from the last position backwards."""
     order = np.argsort(-requests.lengths[ids], kind="stable")
-    longest_first = np.array(ids)[order]
+    longest_first = ids[order]
     lengths, prompts = requests.lengths[longest_first], requests.prompts[longest_first]
     ends = np.cumsum(lengths)
     accepted_of = {
         name: np.concatenate(
             [acceptance.positions(name, requests.keys[i], requests.response_tokens[i]) for i in longest_first]
         )
-        for name in {r.strategy.drafter for r, _ in strategies if r.strategy.speculates}
+        for name in {r.strategy.drafter for r, _, _ in iterations if r.strategy.speculates}
     }
-    window = 2 + max(r.most for r, _ in strategies)
+    window = 2 + max(r.most for r, _, _ in iterations)
     # best[j, r % window]: least seconds for the last r tokens of response j; column 0 at r = 0 is the end itself.
     best = np.zeros((len(order), window))
     active_until = np.searchsorted(-lengths, -np.arange(1, int(lengths[0]) + 1), side="right")
     for tokens_left, active in enumerate(active_until, start=1):
         rows = np.arange(active)
+        context = prompts[:active] + lengths[:active] - tokens_left
         options = []
-        for regime, fix in strategies:
+        for regime, fix, slope_s in iterations:
             gain: int | Ints = 1
             if regime.strategy.speculates:
                 accepted = accepted_of[regime.strategy.drafter][ends[:active] - tokens_left]
                 gain = 1 + np.minimum(accepted, regime.most).astype(np.int64)
             tokens_after = np.maximum(tokens_left - gain, 0)
-            options.append(fix + np.where(tokens_after > 0, best[rows, tokens_after % window], 0.0))
-        context = prompts[:active] + lengths[:active] - tokens_left
-        best[:active, tokens_left % window] = np.min(options, axis=0) + slope_s * context
+            left_s = fix + np.where(tokens_after > 0, best[rows, tokens_after % window], 0.0)
+            options.append(left_s + slope_s * context)
+        best[:active, tokens_left % window] = np.min(options, axis=0)
     result = np.empty(len(ids))
     result[order] = best[np.arange(len(order)), lengths % window]
     return result
 
 
-def shared_bound_s(requests: Requests, floors: Floors, costs: CostModel, workers: int) -> float:
-    """Seconds that no schedule of these requests undercuts, where all gain alike."""
-    nonempty = requests.lengths > 0
-    if not nonempty.any():
-        return 0.0
-    most = largest_batch(requests, costs)
-    tokens, fixed_s, slopes_s = floors.options[:, :, :most]
-    if fixed_s.min() <= 0.0:
+def shared_bound_s(requests: Requests, shapes: Sequence[Floors]) -> float:
+    """Seconds that no schedule of these requests undercuts, where all gain alike, on GPUs that may run any shape."""
+    ids = np.flatnonzero(requests.lengths > 0)
+    shapes = [floors.holding(requests) for floors in shapes]
+    if not len(ids) or min(floors.fixed_s.min() for floors in shapes) <= 0.0:
         return 0.0  # An iteration without a fixed cost has no rate: only the other bounds hold.
-    if most not in floors.envelopes:
-        batches = np.broadcast_to(np.arange(1, most + 1), fixed_s.shape)
-        floors.envelopes[most] = envelope((tokens / fixed_s).ravel(), (1.0 / batches).ravel())
-    (rate, share), slope_s, gain = floors.envelopes[most], slopes_s.min(), tokens.max()
-    lengths = requests.lengths[nonempty] - TOLERANCE_TOKENS
-    prompts = requests.prompts[nonempty].astype(np.float64)
+    rate, gpus = envelope(*np.concatenate([floors.envelope() for floors in shapes], axis=1))
+    gain = max(floors.options[0].max() for floors in shapes)
+    lengths = requests.lengths[ids] - TOLERANCE_TOKENS
+    prompts = requests.prompts[ids].astype(np.float64)
     contexts = np.maximum((prompts * lengths + lengths**2 / 2) / gain - lengths / 2, 0.0)
-    prefill_s = costs.prefill_s(1.0) * requests.uncached[nonempty].astype(np.float64)
-    own_s, held_own_s = (seconds + slope_s * contexts for seconds in (prefill_s, _held_s(prefill_s, costs)))
+    slopes_s = [min(each.slope_s for each in shapes), min(each.shape.gpus * each.slope_s for each in shapes)]
+    own_s, held_own_s = _prefill_s(requests, shapes) + np.outer(slopes_s, contexts)
 
     def fits(makespan_s: float) -> bool:
         left_s = makespan_s - own_s
         if (left_s <= 0).any() or (lengths > rate[-1] * left_s).any():
             return False
-        held_s = held_own_s + left_s * np.interp(lengths / left_s, rate, share)
-        return bool(held_s.sum() <= workers * makespan_s)
+        held_s = held_own_s + left_s * np.interp(lengths / left_s, rate, gpus)
+        return bool(held_s.sum() <= shapes[0].num_gpus * makespan_s)
 
-    low = 0.0
-    high = float((own_s + lengths / rate[-1]).max())
-    while not fits(high):
-        low, high = high, 2 * high + 1e-12
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return low
+    return _least(fits, float((own_s + lengths / rate[-1]).max()))
 
 
 def envelope(x: Floats, y: Floats) -> tuple[Floats, Floats]:

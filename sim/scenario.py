@@ -45,7 +45,7 @@ from tltlab.sim.workload import changed, requests_by_step
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .bounds import Floors, lower_bound_s, shared_bound_s
+from .bounds import Floors, fixed_bound_s, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
 from .idle_training import IdleUse, SimulatedSpotTrainer
 from .placement import place_steps
@@ -159,8 +159,9 @@ class Scenario(SimulationConfig):
     def all_shapes(self) -> dict[Shape, CostModel]:
         """Costs of each shape that a rollout can take, that of the workers first."""
         wider = {} if self.planner is None else dict(self.shapes or {})
-        gpus = max((shape.engines * shape.gpus for shape in wider), default=self.workers) // self.workers
-        return {Shape(engines=self.workers, gpus=max(1, gpus)): self.costs, **wider}
+        gpus = [shape.engines * shape.gpus // self.workers for shape in wider]
+        active = Shape(engines=self.workers, gpus=max([1, *gpus]) if gpus else self.costs.tensor_parallel)
+        return {active: self.costs, **wider}
 
     @cached_property
     def longest_context_tokens(self) -> int:
@@ -372,17 +373,18 @@ class Scenario(SimulationConfig):
     def _largest_queue(self) -> int:
         return max((len(queue) for queues in self.queues for queue in queues), default=1)
 
-    def bound_of(self, policy: Policy, own: Acceptance | None = None) -> Floats | None:
+    def bound_of(self, policy: Policy, own: Acceptance | None = None, *, moves: bool = True) -> Floats | None:
         """The clairvoyant bound of each RL step to which a policy's regret is, see `bounding`; worked out once.
 
-        None under a budget, which drafts less than its strategy for some.
+        Without `moves` it is that of responses which stay on their workers. None under a budget, which drafts less than
+        its strategy for some.
         """
         if budgets_of(policy, 1):
             return None
         scenario, strategies = self.bounding(policy, own)
-        key = frozenset(strategies), id(scenario.acceptance)
+        key = frozenset(strategies), id(scenario.acceptance), moves
         if key not in self._known_bounds:
-            bounds_s = scenario.bounds_s(strategies, scenario.registry_of({"": policy}))
+            bounds_s = scenario.bounds_s(strategies, scenario.registry_of({"": policy}), moves=moves)
             # The scenario keeps the model alive whose id is used.
             self._known_bounds[key] = scenario, np.array(bounds_s)
         return self._known_bounds[key][1]
@@ -412,10 +414,13 @@ class Scenario(SimulationConfig):
         chains, _ = scenario.covered_chains([name for name in named if name in scenario.registry])
         return scenario, list(dict.fromkeys([NO_SPECULATION, *chains, *policy.strategies]))
 
-    def bounds_s(self, strategies: Sequence[Strategy], drafters: Drafters | None = None) -> list[float]:
+    def bounds_s(
+        self, strategies: Sequence[Strategy], drafters: Drafters | None = None, *, moves: bool = True
+    ) -> list[float]:
         """The clairvoyant lower bound of each RL step, over all uses of these strategies, all requests drafted alike.
 
-        `drafters` are those of the policies, by default those of the trace.
+        `drafters` are those of the policies, by default those of the trace. Without `moves` every response stays on its
+        worker, which never lowers the bound.
 
         The bound is for iterations that take the modelled costs: with `noise` a fast rollout may undercut it.
         Acceptance that depends on the drafter's age and training is that of a fresh, fully trained drafter.
@@ -424,21 +429,27 @@ class Scenario(SimulationConfig):
         idle = self.costs.iteration(NO_SPECULATION, drafter_loaded=True)
         if NO_SPECULATION in strategies and len(strategies) > 1 and idle.seconds(1, 0.0) > plain.seconds(1, 0.0):
             # A policy that never drafts has no drafter loaded.
-            alone = self.bounds_s([NO_SPECULATION])
+            alone = self.bounds_s([NO_SPECULATION], moves=moves)
         else:
             alone = [math.inf] * len(self.steps)
         model = self.acceptance
         if model is not None:
             model = model.at_best([s.drafter for s in strategies]).within(self.longest_context_tokens)
-        regimes = Regimes(strategies, self.costs, model, self.registry if drafters is None else drafters)
-        floors = Floors.of(regimes, max(map(len, self.steps), default=1))
+        floors = []
+        for shape, costs in self.all_shapes.items():
+            regimes = Regimes(strategies, costs, model, self.registry if drafters is None else drafters)
+            floors.append(Floors.of(regimes, costs, shape, max(map(len, self.steps), default=1)))
+        if not moves:
+            floors = floors[:1]
         # All gain alike in every iteration: then sharing a worker has an exact price.
         alike = not any(s.speculates for s in strategies) or (model is not None and model.varies_by == "nothing")
         bounds_s = []
         for step in self.steps:
-            bound_s = lower_bound_s(step, floors, self.costs, self.workers, model, self.seed)
+            bound_s = lower_bound_s(step, floors, model, self.seed)
             if alike:
-                bound_s = max(bound_s, shared_bound_s(step, floors, self.costs, self.workers))
+                bound_s = max(bound_s, shared_bound_s(step, floors))
+            if not moves:
+                bound_s = max(bound_s, fixed_bound_s(step, floors[0], model, self.seed))
             if step.turns is not None and self.max_tools is not None:
                 bound_s = max(bound_s, sum(step.turns.tool_s) / self.max_tools)
             bounds_s.append(bound_s + self.costs.outside_s if bound_s else bound_s)
