@@ -144,16 +144,13 @@ def _gained(remaining: Floats, ends_s: Floats, on: Sequence[Ints], at_s: Floats)
 
 def _rest_s(engines: EngineCosts, remaining: Floats, context: Floats) -> Floats:
     """Seconds from a gather to the end, by sample; requests with nothing `remaining` have ended."""
-    rest_s = np.full(len(remaining), engines.switch_s)
-    for case, tokens in enumerate(remaining):
-        left = np.flatnonzero(tokens > 0)
-        ends_s = [0.0]
-        for queue in _shared(tokens[left], engines.shape):
-            mine = left[queue]
-            prefill_s = engines.prefill_s(float(context[case, mine].sum()))
-            ends_s.append(prefill_s + float(engines.finish_s(tokens[None, mine], context[case, mine]).max(initial=0.0)))
-        rest_s[case] += max(ends_s)
-    return rest_s
+    rest_s = np.zeros(len(remaining))
+    for queue in _shared(np.median(remaining, axis=0), engines.shape):
+        if queue:
+            left = remaining[:, queue]
+            prefill_s = [engines.prefill_s(tokens) for tokens in (context[:, queue] * (left > 0)).sum(axis=1).tolist()]
+            rest_s = np.maximum(rest_s, prefill_s + engines.finish_s(left, context[:, queue]).max(axis=1))
+    return engines.switch_s + rest_s
 
 
 def _shared(tokens: Floats, shape: Shape) -> list[list[int]]:
