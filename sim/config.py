@@ -33,7 +33,7 @@ from tltlab.options import Option, check
 from tltlab.own import is_own, split
 from tltlab.planning.composition import Admission, SharedBuffer, Workload
 from tltlab.planning.placement import Placement
-from tltlab.planning.planners import PLANNERS, load_planner
+from tltlab.planning.planners import PLANNERS
 from tltlab.planning.rollout import RolloutPlanner, Shape
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.workload import Prefix
@@ -202,7 +202,7 @@ class SimulationConfig:
 
     def _shapes_on(self, machine: Deployment) -> Mapping[Shape, CostModel] | str | None:
         """Costs of the shapes that the settings name, of all of wider engines where they name none."""
-        if load_planner(self.planner) is None or isinstance(self.shapes, Mapping) or "=" in (self.shapes or ""):
+        if isinstance(self.shapes, Mapping) or "=" in (self.shapes or ""):
             return self.shapes
         active = Shape(engines=machine.workers, gpus=machine.costs.tp)
         if self.shapes is not None:

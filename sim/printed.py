@@ -146,6 +146,8 @@ def tuning_text(result: TuneResult, out: Path) -> str:
     ]
     if (gain := result.placement_gain - 1) >= 0.005:
         lines.append(f"placement by expected lengths would make it {gain:.0%} faster still")
+    if (gain := result.planner_gain - 1) >= 0.005:
+        lines.append(f"planner {result.planner} would make it {gain:.0%} faster (simulated: --planner)")
     if result.trials:
         settings = ", ".join(f"{name} {value}" for name, value in result.trials[0].settings.items())
         lines.append(f"tuned {result.tuned}: {settings}")

@@ -27,8 +27,8 @@ from tltlab.importers.sources import TraceSource, read
 from tltlab.own import from_user, raised, split
 from tltlab.planning.beliefs import LengthBelief
 from tltlab.planning.composition import Admission, SharedBuffer
-from tltlab.planning.planners import load_planner
-from tltlab.planning.rollout import RolloutPlanner, Shape
+from tltlab.planning.planners import PLANNERS, load_planner
+from tltlab.planning.rollout import LENGTHS, RolloutPlanner, Shape
 from tltlab.planning.rollout_driver import PlanDriver
 from tltlab.policies.driver import refuse_needs
 from tltlab.policies.policy import Policy, PolicySource, load_policy
@@ -135,25 +135,34 @@ class Scenario(SimulationConfig):
             "registry": described(trace.drafters, acceptance),
         }
         scenario = cls(**values)
-        if scenario.planner is not None:
-            scenario._check_planner()
-        return scenario
-
-    def _check_planner(self) -> None:
-        """ConfigError for what no planner is simulated with, and for shapes that are not of the same GPUs."""
-        active, *wider = self.all_shapes
+        active, *wider = scenario.all_shapes
         for shape in wider:
             active.check_same_gpus(shape)
             if shape.engines > active.engines:
                 raise ConfigError(f"{shape} has more engines than the {active.engines} workers: gathers are onto fewer")
+        if scenario.planner is not None and (why := scenario.unplanned()):
+            raise ConfigError(f"a planner is not simulated with {why}: leave out one of them")
+        return scenario
+
+    def unplanned(self, policy: Policy | None = None) -> str:
+        """Why no planner is simulated here, with a policy; empty where one can be."""
         refused = {
             "responses of several turns": any(step.turns is not None for step in self.steps),
             "RL steps that are not apart": self.admission is not None,
             "drafter training on idle workers": self.spot is not None,
+            "draft budgets": policy is not None and bool(budgets_of(policy, 1)),
         }
-        for what, found in refused.items():
-            if found:
-                raise ConfigError(f"a planner is not simulated with {what}: leave out one of them")
+        return next((what for what, found in refused.items() if found), "")
+
+    def planned(self, policy: Policy) -> dict[str, Scenario]:
+        """Return the same requests under each shipped planner that knows no lengths; nothing where none could do more.
+
+        So it is under a planner, with what no planner is simulated with, and where the GPUs have one shape.
+        """
+        if self.planner is not None or not self.shapes or self.unplanned(policy):
+            return {}
+        planners = {name: load_planner(name) for name in PLANNERS}
+        return {n: replace(self, planner=p) for n, p in planners.items() if p is not None and LENGTHS not in p.needs}
 
     @property
     def all_shapes(self) -> dict[Shape, CostModel]:
@@ -239,8 +248,8 @@ class Scenario(SimulationConfig):
                 selector.drafts_with(registry)
         planned = None
         if self.planner is not None:
-            if budgets:
-                raise ConfigError("a planner is not simulated with draft budgets: leave out one of them")
+            if why := self.unplanned(policy):
+                raise ConfigError(f"a planner is not simulated with {why}: leave out one of them")
             planned = Planned(PlanDriver(deepcopy(self.planner), progress), simulators, LengthBelief(), self.gather_s)
         stream = Stream(self.steps, self.admission, self.seed) if isinstance(self.admission, Admission) else None
         model_before, state = None, DrafterState()

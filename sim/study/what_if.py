@@ -65,7 +65,8 @@ WITHOUT_TRAINING, WITH_TRAINING = "without_training", "with_training"
 class Answer(SpeedUp):
     """The best table of one drafter, and its speed-up over plain decoding.
 
-    `placement_gain` is the rollout's time over that under a placement by expected lengths, `accept` the chance that a
+    `placement_gain` is the rollout's time over that under a placement by expected lengths, `gather_gain` that under the
+    planner `gather` (1 where none can be simulated), `accept` the chance that a
     drafted token is accepted, None where it is not the same for all, and `acceptance` what was granted in words.
     """
 
@@ -74,6 +75,7 @@ class Answer(SpeedUp):
     policy: Policy
     times: Times
     placement_gain: float
+    gather_gain: float
     accept: float | None
     acceptance: Mapping[str, str]
 
@@ -104,6 +106,7 @@ class Answer(SpeedUp):
             "rollout": self.band.ends_json(),
             "rl_step": self.rl_step_band and self.rl_step_band.ends_json(),
             "placement_gain": self.placement_gain,
+            "gather_gain": self.gather_gain,
         }
 
 
@@ -217,6 +220,8 @@ class WhatIf:
             parts.append(f"With a trained drafter ({other.drafter}) {other.band}, {other.condition}.")
         if (gain := best.placement_gain - 1) >= 0.005:
             parts.append(f"Placement by expected lengths would make it {gain:.0%} faster still.")
+        if (gain := best.gather_gain - 1) >= 0.005:
+            parts.append(f"Gathering the last responses onto engines of more GPUs would make it {gain:.0%} faster.")
         return " ".join([*parts, self.limited_by])
 
     def _head(self, best: Answer) -> str:
@@ -586,6 +591,9 @@ class _Question:
         tables, placed = self._tables(scenario), scenario.placed(EXPECTED)
         cells = [self._cell(name, policy, scenario) for name, policy in {"none": none, **tables}.items()]
         cells += [self._cell(f"{name} {EXPECTED}", policy, placed) for name, policy in tables.items()]
+        for name, policy in tables.items():
+            if gathers := scenario.planned(policy).get("gather"):
+                cells.append(self._cell(f"{name} gather", policy, gathers))
         times = self._times(cells)
         base, best = times["none"], list[str]()
         # The fastest drafter that needs no training, then the fastest with a network.
@@ -639,6 +647,7 @@ class _Question:
             base, own, self._ranges(scenario, policy, name, own, base), scenario.seed, drafter=name,
             trained=scenario.registry[name].has_network, policy=policy, times=own,
             placement_gain=float(own.rollout_s.sum() / times[f"{name} {EXPECTED}"].rollout_s.sum()),
+            gather_gain=float(own.rollout_s.sum() / times.get(f"{name} gather", own).rollout_s.sum()),
             accept=self._chance(name), acceptance=scenario.granted([*scenario.covered_chains([name])[0]])["acceptance"],
         )  # fmt: skip
 

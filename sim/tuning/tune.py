@@ -257,6 +257,8 @@ _TUNED_ON = 4
 """RL steps of a sample to tune on."""
 
 
+LEAST_PLANNED = 0.99
+"""Share of a policy's seconds that a planner must not exceed on the tuning steps to be named."""
 _STAGE = 10_000
 """How far apart the seeds of two stages lie."""
 _REPEATS = 3
@@ -360,7 +362,8 @@ class TuneResult(Judged):
 
     `searched` maps every policy tried in fluid mode to its score on the tuning steps. `trials` are the settings tried
     for policy `tuned`, the best first: the bandit, or the best searched policy. `placement_gain` is the chosen policy's
-    time over that under a placement by expected lengths.
+    time over that under a placement by expected lengths, and `planner_gain` that under the `planner` that was fastest
+    on the tuning steps.
     """
 
     policy: Policy
@@ -371,6 +374,8 @@ class TuneResult(Judged):
     tuned_on: tuple[tuple[int, ...], ...]
     judged_on: tuple[tuple[int, ...], ...]
     placement_gain: float
+    planner: str
+    planner_gain: float
     notes: tuple[str, ...]
     wall_s: float
 
@@ -399,7 +404,7 @@ class TuneResult(Judged):
     def json(self, path: str | None = None) -> dict[str, Any]:
         """The keys of `tltlab tune --json`."""
         names = ("name", "worth_it", "verdict", "oracle_s", "bound_s", "buckets", "tuned_on", "judged_on",
-                 "placement_gain", "notes", "wall_s")  # fmt: skip
+                 "placement_gain", "planner", "planner_gain", "notes", "wall_s")  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "policy": path,
             "band": {name: band.ends_json() | band.json() for name, band in self.bands.items()},
@@ -546,7 +551,10 @@ def tune(
         written = f"{judged.verdict}; tuned {tuned} is the result, as --search asks"
         judged = replace(judged, name=f"tuned {tuned}", verdict=written)
     chosen = finalists.policies[judged.name]
-    gain = _placement_gain(judging.scenarios, chosen, config.jobs)
+    on_tuned, on_judged = (_seconds(each.scenarios, chosen, config.jobs) for each in (tuning, judging))
+    planner = min(on_tuned.keys() - {"", EXPECTED}, key=lambda name: on_tuned[name], default="")
+    if not planner or on_tuned[planner] > LEAST_PLANNED * on_tuned[""]:
+        planner = ""
     used = {name: brought[name] for name in {s.drafter for s in chosen.strategies} & brought.keys()}
     origin = _provenance(judged, tuning, parts, len(searched) + len(trials), len(trials), config, sources)
     return TuneResult(
@@ -563,7 +571,9 @@ def tune(
         ),
         tuned_on=tuple(tuple(part[0]) for part in parts),
         judged_on=tuple(tuple(part[1]) for part in parts),
-        placement_gain=gain,
+        placement_gain=on_judged[""] / on_judged[EXPECTED],
+        planner=planner or "stay",
+        planner_gain=on_judged[""] / on_judged[planner],
         notes=tuple(notes),
         wall_s=time.perf_counter() - began,
     )
@@ -577,14 +587,15 @@ def _racers(trials: Sequence[Trial]) -> list[Trial]:
     return best + [trial for trial in different.values() if trial.number == 0 and trial not in best]
 
 
-def _placement_gain(judging: Sequence[Scenario], policy: Policy, jobs: int | None) -> float:
-    """Return the policy's seconds over those under a placement by expected lengths, expected tokens each."""
-    here = [replace(scenario, mode="fluid") for scenario in judging]
-    scenarios = [*here, *(scenario.placed(EXPECTED) for scenario in here)]
-    cells = [Cell(name=str(at), policy=policy, scenario=each) for at, each in enumerate(scenarios)]
+def _seconds(scenarios: Sequence[Scenario], policy: Policy, jobs: int | None) -> dict[str, float]:
+    """Return a policy's seconds as it is (""), placed by expected lengths, and under planners; expected tokens each."""
+    here = [replace(scenario, mode="fluid") for scenario in scenarios]
+    others = [{"": each, EXPECTED: each.placed(EXPECTED), **each.planned(policy)} for each in here]
+    names = [name for name in others[0] if all(name in each for each in others)]
+    cells = [Cell(name=name, policy=policy, scenario=each[name]) for name in names for each in others]
     table = Study(cells=cells, details=False, jobs=jobs).table()
-    seconds = table["makespan_s"].groupby(table["cell"] < len(here)).sum()
-    return float(seconds[True] / seconds[False])
+    found = table["makespan_s"].groupby(table["cell"] // len(others)).sum()
+    return dict(zip(names, found.tolist(), strict=True))
 
 
 def _finalists(

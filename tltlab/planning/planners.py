@@ -26,8 +26,8 @@ from .rollout import (
 
 SAMPLES = 16
 """Samples of the lengths of a rollout over which a planner's seconds are means."""
-LEAST_GAIN = 0.02
-"""Share of the rest of a rollout that a planner must expect to save before it moves anything."""
+LEAST_GAIN = 0.1
+"""Share of the rest of a rollout that a planner must expect to save before it moves anything, as beliefs err."""
 
 
 class Gatherer(RolloutPlanner):
