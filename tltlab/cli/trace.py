@@ -18,6 +18,7 @@ from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, statistics
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
 from tltlab.lengths.model import LengthModel, of_regime
 from tltlab.options import Option, check, command
+from tltlab.planning.beliefs import judge
 from tltlab.traces.metrics import count
 from tltlab.traces.metrics import describe as describe_trace
 from tltlab.traces.recorder import Recorder
@@ -36,11 +37,12 @@ TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="A trac
 
 @app.command()
 def describe(trace: TraceArgument, as_json: Json = False) -> None:
-    """Print what is in a trace: manifest, tables, and lengths and times of each RL step.
+    """Print what is in a trace: manifest, tables, lengths and times of each RL step, and how lengths are predicted.
 
     Example: tltlab trace describe traces/tiny
     """
-    result = describe_trace(read(trace))
+    source = read(trace)
+    result = describe_trace(source) | {"lengths_known": judge(source)}
     emit(result, as_json=as_json, text=_describe_text(result))
 
 
@@ -254,7 +256,21 @@ def _describe_text(result: dict[str, Any]) -> str:
         ["-" if row[name] is None else format(row[name], form) for name, form in columns.values()]
         for row in result["rl_steps"]
     ]
-    return table([], [*fields, ("tables", tables)], left=2) + "\n\n" + table(list(columns), rows, left=0)
+    text = table([], [*fields, ("tables", tables)], left=2) + "\n\n" + table(list(columns), rows, left=0)
+    return f"{text}\n\n{_known_text(result['lengths_known'])}"
+
+
+def _known_text(known: dict[str, Any]) -> str:
+    shares = {"the siblings' mean": known["siblings_share"], "the prompt's last epoch": known["last_epoch_share"]}
+    said = [f"{name} {'-' if share is None else format(share, '.0%')}" for name, share in shares.items()]
+    lines = [f"explained of the variance of log length: {', '.join(said)}"]
+    if known["coverage"] is not None:
+        lines.append(
+            "believed once half have ended: {coverage:.0%} of the others in the 10-90% range, median error "
+            "{median_error_tokens:.0f} tokens; without their prompts {pooled_coverage:.0%}, "
+            "{pooled_median_error_tokens:.0f} tokens".format(**known)
+        )
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 
-from tltlab.arrays import Floats, Ints
+from tltlab.arrays import Flags, Floats, Ints
 from tltlab.errors import ConfigError
+from tltlab.lengths.fit import MAX_RESPONSES
+from tltlab.traces.trace import Trace
 
-from .rollout import RolloutState
+from .rollout import RolloutState, Shape
 
 MOST_KEPT = 4096
 """Lengths of earlier RL steps that are kept of all prompts together."""
@@ -116,7 +119,7 @@ def _survival(lengths: Floats, ages: Floats, cap: float) -> tuple[Floats, Floats
     times, ends = np.unique(lengths, return_counts=True)
     running = len(ages) - np.searchsorted(np.sort(ages), times)
     at_risk = running + np.cumsum(ends[::-1])[::-1]
-    survival: Floats = np.cumprod(1.0 - ends / at_risk)
+    survival = np.cumprod(1.0 - ends / at_risk, dtype=np.float64)
     last, beyond = (times[-1], survival[-1]) if len(times) else (0.0, 1.0)
     if beyond == 0.0:
         return times, survival
@@ -174,3 +177,68 @@ def _shared(score: Floats, owner: Ints, bound: Floats, prompt: Ints, num: int) -
         share = float((shared**2 + 1.0 / precision).sum() + FEW * FEW_SHARE) / (num + FEW)
         share = min(max(share, _LEAST_SHARE), _MOST_SHARE)
     return mean, spread
+
+
+def judge(trace: Trace) -> dict[str, Any]:
+    """How well lengths of a trace are predicted by what a rollout knows of them; None where it has nothing to tell.
+
+    `siblings_share`, `last_epoch_share`: share of the variance of log length within RL steps that the mean of a
+    response's siblings explains, and that of its prompt when it last came (squared correlations, 0 below 0).
+
+    `coverage`, `median_error_tokens`: of a `LengthBelief` that has seen the RL steps before, once half of an RL step's
+    responses have ended, all having begun together at one pace. How many of the others end between its 10 and 90 %
+    quantiles, and how far its median of the tokens left is off; means over the RL steps. `pooled_...`: the same where
+    it is not known which prompt a length belongs to. Aborted responses are left out.
+    """
+    belief, last = LengthBelief(), pd.Series(dtype=float)
+    siblings, epochs = np.zeros(3), np.zeros(3)
+    halves = []
+    most = MAX_RESPONSES * len(trace.rl_steps) // max(1, trace.num_rows("outcomes"))
+    for step in trace.select(trace.rl_steps[-max(1, most) :]).iter_rl_steps():
+        rows = step.outcomes
+        rows = rows[(rows["response_tokens"] >= 1) & (rows["finish_reason"] != "abort")]
+        if rows.empty:
+            continue
+        log = np.log(rows["response_tokens"])
+        groups = log.groupby(rows["prompt_id"])
+        size = groups.transform("size")
+        siblings += _products((groups.transform("sum") - log) / (size - 1).where(size > 1), log)
+        epochs += _products(rows["prompt_id"].map(last), log)
+        tokens = rows["response_tokens"].to_numpy(np.float64)
+        runs = tokens > np.sort(tokens)[(len(tokens) - 1) // 2]
+        if runs.any():
+            cap = float(step.workload["max_response_tokens"].max())
+            figures = [_half(belief, tokens, runs, whose, cap) for whose in (rows["prompt_id"], range(len(runs)))]
+            halves.append(np.concatenate(figures))
+        by_prompt = rows["response_tokens"].groupby(rows["prompt_id"])
+        belief.add({str(prompt): lengths.tolist() for prompt, lengths in by_prompt})
+        last = groups.mean().combine_first(last)
+    names = ("coverage", "median_error_tokens", "pooled_coverage", "pooled_median_error_tokens")
+    means = np.mean(halves, axis=0).tolist() if halves else [None] * len(names)
+    shares = {"siblings_share": _explained(siblings), "last_epoch_share": _explained(epochs)}
+    return shares | dict(zip(names, means, strict=True))
+
+
+def _products(predictor: pd.Series[float], log: pd.Series[float]) -> Floats:
+    """Sums of squares and of the product of the two, less their means where both are known."""
+    both = pd.DataFrame({"x": predictor, "y": log}).dropna()
+    x, y = (both - both.mean()).to_numpy(np.float64).T
+    return np.array([x @ x, x @ y, y @ y])
+
+
+def _explained(products: Floats) -> float | None:
+    xx, xy, yy = products.tolist()
+    return max(0.0, xy) ** 2 / (xx * yy) if xx * yy > 0 else None
+
+
+def _half(belief: LengthBelief, tokens: Floats, runs: Flags, prompts: Iterable[Any], cap: float) -> tuple[float, float]:
+    """Coverage and median error of those that still run when the others have ended."""
+    keys = [(0, prompt, i, 0) for i, prompt in enumerate(prompts)]
+    age, left = np.full(int(runs.sum()), tokens[~runs].max()), tokens[runs]
+    state = RolloutState(
+        now_s=0.0, rl_step=0, active=Shape(engines=1, gpus=1), keys=[keys[i] for i in np.flatnonzero(runs)],
+        worker=np.zeros(len(age), np.int64), prompt_tokens=np.zeros(len(age)), generated_tokens=age,
+        max_response_tokens=np.full(len(age), cap), ended={keys[i]: int(tokens[i]) for i in np.flatnonzero(~runs)},
+    )  # fmt: skip
+    low, middle, high = state.generated_tokens + belief(state, np.array([0.1, 0.5, 0.9])).T
+    return float(((low <= left) & (left <= high)).mean()), float(np.median(np.abs(middle - left)))

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refused import refused
+from tests.traces_of_lengths import of_samples
 from tltlab.errors import ConfigError
-from tltlab.planning.beliefs import FEW, FEW_SHARE, MOST_OWN, ROUNDS, LengthBelief
+from tltlab.planning.beliefs import FEW, FEW_SHARE, MOST_OWN, ROUNDS, LengthBelief, judge
 from tltlab.planning.rollout import RolloutState, Shape
 
 NORMAL = NormalDist()
@@ -161,27 +162,32 @@ def test_any_small_rollout_is_believed_as_slowly(seed):
     assert believed == pytest.approx(slowly(state, history, quantile))
 
 
-@pytest.mark.parametrize(("share", "gain"), [(0.0, 1.05), (0.8, 0.75)])
-def test_four_in_five_fall_into_the_range(share, gain):
-    """Log-normal lengths, half of the responses ended: the range holds, and siblings help where prompts decide."""
+def drawn(share, rl_steps=6):
+    """Log-normal lengths of 64 prompts in groups of 8 that come in every RL step."""
     rng = np.random.default_rng(0)
-    errors, inside = {True: [], False: []}, []
-    for _ in range(6):
-        decided = np.repeat(rng.normal(size=64), 8)
-        lengths = np.exp(6 + math.sqrt(share) * decided + math.sqrt(1 - share) * rng.normal(size=512)).astype(int) + 1
-        age = int(np.median(lengths))
-        history = {f"{i // 8}": [] for i in range(512)}
-        for i, other in enumerate(np.exp(6 + math.sqrt(share) * decided + math.sqrt(1 - share) * rng.normal(size=512))):
-            history[f"{i // 8}"].append(int(other) + 1)
-        for whose in (True, False):
-            names = [f"{i // 8}" if whose else f"alone {i}" for i in range(512)]
-            pairs = list(zip(names, lengths.tolist(), strict=True))
-            running = [(name, age) for name, length in pairs if length > age]
-            ended = [pair for pair in pairs if pair[1] <= age]
-            believed = LengthBelief(history)(rollout(running, ended, cap=16384), RANGE)
-            truth = lengths[lengths > age] - age
-            errors[whose].append(np.abs(believed[:, 1] - truth).mean())
-            if whose:
-                inside.append(((believed[:, 0] <= truth) & (truth <= believed[:, 2])).mean())
-    assert 0.7 < np.mean(inside) < 0.9
-    assert np.mean(errors[True]) < gain * np.mean(errors[False])
+    prompt, rl_step = np.tile(np.repeat(range(64), 8), rl_steps), np.repeat(range(rl_steps), 512)
+    score = math.sqrt(share) * rng.normal(size=64)[prompt] + math.sqrt(1 - share) * rng.normal(size=len(prompt))
+    lengths = 1 + np.exp(6 + score).astype(int)
+    sample = np.tile(range(8), 64 * rl_steps)
+    return of_samples(lengths, 16384, prompt_id=[f"p{i}" for i in prompt], sample=sample, rl_step=rl_step)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.8])
+def test_four_in_five_fall_into_the_range(share):
+    """And where prompts decide, it tells whose lengths are known."""
+    known = judge(drawn(share))
+    # Of eight, seven are the siblings; the mean of those knows the prompt's part but for a seventh of the noise.
+    of_mean = share**2 / (share + (1 - share) / 7) if share else 0.0
+    assert known["siblings_share"] == pytest.approx(of_mean, abs=0.05)
+    assert known["last_epoch_share"] == pytest.approx(of_mean, abs=0.05)
+    assert 0.75 < known["coverage"] < 0.88
+    assert 0.75 < known["pooled_coverage"] < 0.88
+    error = known["median_error_tokens"] / known["pooled_median_error_tokens"]
+    assert error < 0.85 if share else 0.95 < error < 1.05
+
+
+def test_nothing_is_judged_where_nothing_is_known():
+    trace = of_samples([7], 9, prompt_id=["p"], sample=[0])
+    aborted = trace.replace(outcomes=trace.outcomes.assign(finish_reason="abort"))
+    for one in (trace, aborted, trace.select([])):
+        assert set(judge(one).values()) == {None}
