@@ -256,21 +256,15 @@ def _describe_text(result: dict[str, Any]) -> str:
         ["-" if row[name] is None else format(row[name], form) for name, form in columns.values()]
         for row in result["rl_steps"]
     ]
-    text = table([], [*fields, ("tables", tables)], left=2) + "\n\n" + table(list(columns), rows, left=0)
-    return f"{text}\n\n{_known_text(result['lengths_known'])}"
-
-
-def _known_text(known: dict[str, Any]) -> str:
-    shares = {"the siblings' mean": known["siblings_share"], "the prompt's last epoch": known["last_epoch_share"]}
-    said = [f"{name} {'-' if share is None else format(share, '.0%')}" for name, share in shares.items()]
-    lines = [f"explained of the variance of log length: {', '.join(said)}"]
-    if known["coverage"] is not None:
-        lines.append(
-            "believed once half have ended: {coverage:.0%} of the others in the 10-90% range, median error "
-            "{median_error_tokens:.0f} tokens; without their prompts {pooled_coverage:.0%}, "
-            "{pooled_median_error_tokens:.0f} tokens".format(**known)
-        )
-    return "\n".join(lines)
+    known = [
+        (name, f"{figures['coverage']:.0%}", f"{figures['median_error_tokens']:.0f}")
+        for name, figures in result["lengths_known"].items()
+    ]
+    described = table([], [*fields, ("tables", tables)], left=2)
+    predicted = table(
+        ["lengths predicted once half have ended, by", "in the 10-90% range", "median error, tokens"], known
+    )
+    return f"{described}\n\n{table(list(columns), rows, left=0)}\n\n{predicted}"
 
 
 @dataclass(frozen=True, kw_only=True)
