@@ -18,6 +18,7 @@ from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, statistics
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
 from tltlab.lengths.model import LengthModel, of_regime
 from tltlab.options import Option, check, command
+from tltlab.planning.beliefs import judge
 from tltlab.traces.metrics import count
 from tltlab.traces.metrics import describe as describe_trace
 from tltlab.traces.recorder import Recorder
@@ -36,11 +37,12 @@ TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="A trac
 
 @app.command()
 def describe(trace: TraceArgument, as_json: Json = False) -> None:
-    """Print what is in a trace: manifest, tables, and lengths and times of each RL step.
+    """Print what is in a trace: manifest, tables, lengths and times of each RL step, and how lengths are predicted.
 
     Example: tltlab trace describe traces/tiny
     """
-    result = describe_trace(read(trace))
+    source = read(trace)
+    result = describe_trace(source) | {"lengths_known": judge(source)}
     emit(result, as_json=as_json, text=_describe_text(result))
 
 
@@ -254,7 +256,15 @@ def _describe_text(result: dict[str, Any]) -> str:
         ["-" if row[name] is None else format(row[name], form) for name, form in columns.values()]
         for row in result["rl_steps"]
     ]
-    return table([], [*fields, ("tables", tables)], left=2) + "\n\n" + table(list(columns), rows, left=0)
+    known = [
+        (name, f"{figures['coverage']:.0%}", f"{figures['median_error_tokens']:.0f}")
+        for name, figures in result["lengths_known"].items()
+    ]
+    described = table([], [*fields, ("tables", tables)], left=2)
+    predicted = table(
+        ["lengths predicted once half have ended, by", "in the 10-90% range", "median error, tokens"], known
+    )
+    return f"{described}\n\n{table(list(columns), rows, left=0)}\n\n{predicted}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from bisect import bisect
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
+import pandas as pd
 
 from tltlab.arrays import Floats, Ints
-from tltlab.errors import ConfigError
+from tltlab.traces.trace import Trace
 
-from .rollout import RolloutState
+from .rollout import Key, RolloutState, Shape
 
 MOST_KEPT = 4096
 """Lengths of earlier RL steps that are kept of all prompts together."""
 MOST_OWN = 16
-"""Lengths of earlier RL steps that are kept of a prompt."""
-ROUNDS = 9
+"""Lengths that those of a prompt's earlier RL steps count for at most, so that older ones fade."""
+ROUNDS = 4
 """Rounds of the fit of what responses to a prompt share."""
-FEW_SHARE, FEW = 0.3, 4
-"""The share that is assumed before the fit, and the number of prompts that it counts for."""
-_LEAST_SHARE, _MOST_SHARE = 0.01, 0.95
-_EXCEEDED = np.append(np.geomspace(1e-3, 20.0, 511), np.inf)
-_CELLS, _FURTHEST = 4096, 8.0
-_NEAR = 1e-12
-_SAME = 1e-9
+FIRST_SHARE, MOST_SHARE = 0.3, 0.85
+"""The share of what they share that the fit begins with, and the most that is believed."""
+MOST_JUDGED = 32
+"""RL steps, the last ones of a trace, by which beliefs are judged."""
+_SCORES = np.linspace(-8.0, 8.0, 513)
+_WHOSE = {"all": "{step} {i}", "siblings": "{step} {prompt}", "history": "{prompt}"}
 
 
 class LengthBelief:
     """What is known of the lengths of unfinished responses: a quantile model of all, shrunk to a prompt's own.
+
+    Whoever runs rollouts makes one, hands it to planners as `RolloutState.belief`, and calls `add` with the lengths of
+    each RL step once that is over, aborted responses left out; to resume, it calls `add` for each earlier RL step
+    again, in order.
+
+    >>> belief = LengthBelief()
+    >>> belief.add({(0, "p", 0, 0): 1000, (0, "p", 1, 0): 1100, (0, "q", 0, 0): 100, (0, "q", 1, 0): 150})
 
     All lengths known, those of earlier RL steps and those ended in this rollout, make one distribution, in which the
     responses that run are lower bounds (Kaplan and Meier 1958), so that early ends do not make it short. The score z of
@@ -38,139 +45,141 @@ class LengthBelief:
         z = b + e,    b ~ N(0, r),    e ~ N(0, 1 - r)
 
     so that b is expected at w times the mean score of the n that are known of the prompt, w = n / (n + (1 - r) / r).
-    These are its lengths of earlier RL steps and its ended siblings; running siblings are lower bounds. The share r is
-    fitted in each call, the most likely b given. A request's score is believed normal around its b, above the score of
-    the tokens that it has generated; quantiles of the score are read as lengths again. A request without history and
+    These are its ended siblings and its lengths of earlier RL steps, these with their scores when they were added;
+    running siblings are lower bounds. The share r is fitted in each call to all prompts ever seen, as those that still
+    run are no fair sample, the most likely b given. A request's score is believed normal around its b, above the score
+    of the tokens that it has generated; quantiles of the score are read as lengths again. A request without history and
     siblings so has the distribution of all.
 
     Beyond the longest that has ended, responses are believed to end at the rate per token at which they did from half
     of that length on, and at the cap at the latest. Before any has ended, any length up to the cap is as likely.
-
-    >>> belief = LengthBelief({"p": [900, 1000, 1100], "q": [100, 150, 120]})
     """
 
-    def __init__(self, history: Mapping[str, Sequence[int]] = {}) -> None:
-        """Take response lengths in tokens of earlier RL steps, by prompt id. ConfigError for NaN and below 0."""
-        self._own: dict[str, Floats] = {}
-        self._kept: Floats = np.zeros(0)
-        self.add(history)
+    def __init__(self) -> None:
+        self._lengths: Floats = np.zeros(0)
+        self._number: dict[str, int] = {}
+        self._known: Floats = np.zeros((2, 0))
 
-    def add(self, lengths: Mapping[str, Sequence[int]]) -> None:
-        """Learn the response lengths, by prompt id, of an RL step that has ended. ConfigError as above."""
-        known = {prompt: _checked(prompt, values) for prompt, values in lengths.items()}
-        for prompt, new in known.items():
-            self._own[prompt] = _thinned(np.append(self._own.get(prompt, new[:0]), new), MOST_OWN)
-        self._kept = _thinned(np.concatenate([self._kept, *known.values()]), MOST_KEPT)
+    def add(self, ended: Mapping[Key, int]) -> None:
+        """Learn the response lengths in tokens, by request, of an RL step that is over."""
+        if ended:
+            known, lengths, _, _ = self._learn(dict(sorted(ended.items())), self._number, np.zeros(0))
+            self._known = known * np.minimum(1.0, MOST_OWN / np.maximum(known[0], 1.0))
+            self._lengths = np.sort(lengths)[:: len(lengths) // MOST_KEPT + 1]
 
     def __call__(self, state: RolloutState, quantiles: Floats) -> Floats:
-        """Tokens that each request still generates, by request and quantile (0 to 1), from 1 to those up to its cap."""
+        """Tokens that each request still generates, by request and quantile (0 to 1).
+
+        They may be below 1 or pass the cap, where `RolloutState.remaining` cuts them.
+        """
         # SciPy takes a while to import, and most commands ask for no belief.
         from scipy.special import ndtr, ndtri
 
-        if not len(state):
-            return np.zeros((0, len(quantiles)))
-        number: dict[str, int] = {}
-        prompt = np.array([number.setdefault(key[1], len(number)) for key in state.keys])
-        age = np.asarray(state.generated_tokens, np.float64)
-        ended = np.fromiter(state.ended.values(), np.float64, len(state.ended))
-        times, survival = _survival(np.append(ended, self._kept), age, float(state.max_response_tokens.max()))
-        alive = np.clip(_beyond(times, survival, age, "right"), _NEAR, 1 - _NEAR)
-        own, owner = self._known(state, ended, number)
-        middle = (_beyond(times, survival, own, "left") + _beyond(times, survival, own, "right")) / 2
-        score = -ndtri(np.clip(middle, _NEAR, 1 - _NEAR))
-        mean, spread = _shared(score, owner, -ndtri(alive), prompt, len(number))
-        left = ndtr(np.maximum((ndtri(alive) + mean) / spread, -30.0))
-        scores = mean[:, None] - spread[:, None] * ndtri(left[:, None] * (1.0 - quantiles))
-        found: Floats = np.clip(times[_first(-ndtri(survival), scores)] - age[:, None], 1.0, state.left_tokens[:, None])
-        return found
+        if not (state.ended or self._number):
+            return state.left_tokens[:, None] * quantiles
+        number = self._number.copy()
+        prompt = _numbers(state.keys, number)
+        known, _, bound, length = self._learn(state.ended, number, state.generated_tokens)
+        mean, spread = _shared(known, prompt, bound)
+        left = ndtr(np.maximum((mean - bound) / spread, -30.0))[:, None]
+        scores = mean[:, None] - spread[:, None] * ndtri(left * (1.0 - quantiles))
+        remaining: Floats = np.interp(scores, _SCORES, length) - state.generated_tokens[:, None]
+        return remaining
 
-    def _known(self, state: RolloutState, ended: Floats, number: Mapping[str, int]) -> tuple[Floats, Ints]:
-        """Lengths of the running prompts, of earlier RL steps and of this one, and the number of each one's prompt."""
-        siblings = np.fromiter((number.get(key[1], -1) for key in state.ended), np.int64, len(ended))
-        earlier = [self._own.get(prompt, self._kept[:0]) for prompt in number]
-        owner = np.repeat(np.arange(len(number)), [len(lengths) for lengths in earlier])
-        known = siblings >= 0
-        return np.concatenate([ended[known], *earlier]), np.append(siblings[known], owner)
+    def _learn(self, ended: Mapping[Key, int], number: dict[str, int], ages: Floats) -> tuple[Floats, ...]:
+        """What is known where responses have `ended` and others run on that have generated `ages`.
 
+        The number and the sum of the scores of each prompt (new ones are added to `number`), all lengths, the score of
+        each age, and the length at each of `_SCORES`.
+        """
+        from scipy.special import ndtr, ndtri
 
-def _checked(prompt: str, lengths: Sequence[int]) -> Floats:
-    values = np.asarray(lengths, np.float64)
-    if not (np.isfinite(values) & (values >= 0)).all():
-        raise ConfigError(f"lengths of prompt {prompt!r}: each must be a number of tokens, at least 0")
-    return values
-
-
-def _thinned(lengths: Floats, most: int) -> Floats:
-    """The lengths in order, or `most` of them, as many from each part of the order."""
-    ordered = np.sort(lengths)
-    if len(ordered) <= most:
-        return ordered
-    return ordered[((np.arange(most) + 0.5) * len(ordered) / most).astype(np.int64)]
+        owner = _numbers(ended, number)
+        lengths = np.maximum(1.0, np.append(np.fromiter(ended.values(), np.float64), self._lengths))
+        times, place, ends = np.unique(lengths, return_inverse=True, return_counts=True)
+        passed = np.searchsorted(times, ages, "right")
+        gone = np.bincount(passed, minlength=len(ends)).cumsum()[: len(ends)]
+        longer = np.append(1.0, np.cumprod(1.0 - ends / (len(ages) - gone + ends[::-1].cumsum()[::-1])))
+        score = -ndtri((longer[1:] + longer[:-1]) / 2)[place[: len(owner)]]
+        known = np.zeros((2, len(number)))
+        known[:, : self._known.shape[1]] = self._known
+        known += [np.bincount(owner, weights, len(number)) for weights in (np.ones(len(owner)), score)]
+        last = times[-1]
+        rate = np.count_nonzero(lengths > last / 2) / np.maximum(0.0, np.append(lengths, ages) - last / 2).sum()
+        alive = longer[passed] * np.exp(-rate * np.maximum(0.0, ages - last))
+        share = ndtr(-_SCORES)
+        at = times[np.searchsorted(-longer[1:-1], -share)] + np.log(np.maximum(longer[-1] / share, 1.0)) / rate
+        return known, lengths, -ndtri(np.clip(alive, 1e-300, 1 - 1e-12)), at
 
 
-def _survival(lengths: Floats, ages: Floats, cap: float) -> tuple[Floats, Floats]:
-    """Rising lengths and the share of responses that are longer than each; the last share is 0.
-
-    `lengths` have ended, responses of `ages` run on.
-    """
-    times, ends = np.unique(lengths, return_counts=True)
-    running = len(ages) - np.searchsorted(np.sort(ages), times)
-    at_risk = running + np.cumsum(ends[::-1])[::-1]
-    survival: Floats = np.cumprod(1.0 - ends / at_risk)
-    last, beyond = (times[-1], survival[-1]) if len(times) else (0.0, 1.0)
-    if beyond == 0.0:
-        return times, survival
-    cap = max(cap, last + 1.0)
-    half = last / 2
-    if (recent := np.count_nonzero(lengths > half)) == 0:
-        left = np.linspace(1.0, 0.0, 512)
-        return cap * (1.0 - left), left
-    rate = recent / (np.clip(np.append(lengths, ages), half, last) - half).sum()
-    later, left = np.minimum(last + _EXCEEDED / rate, cap), np.exp(-_EXCEEDED)
-    return np.append(times, later), np.append(survival, beyond * left)
+def _numbers(keys: Iterable[Key], number: dict[str, int]) -> Ints:
+    """The number of each request's prompt; new ones are added."""
+    return np.array([number.setdefault(key[1], len(number)) for key in keys], np.int64)
 
 
-def _beyond(times: Floats, survival: Floats, lengths: Floats, side: Literal["left", "right"]) -> Floats:
-    """Share of responses that are longer than each length, with `side` left that are no shorter."""
-    shares: Floats = np.append(1.0, survival)[np.searchsorted(times, lengths, side)]
-    return shares
-
-
-def _first(levels: Floats, scores: Floats) -> Ints:
-    """Index of the first of rising levels, the last infinite, that is no less than each score.
-
-    Search in a table of evenly spaced scores, as binary search of half a million takes 50 ms: between two of its
-    entries one step is made.
-    """
-    step = 2 * _FURTHEST / _CELLS
-    table = np.searchsorted(levels, np.arange(_CELLS) * step - _FURTHEST - _SAME)
-    cell = np.clip((scores + _FURTHEST) / step, 0, _CELLS - 1).astype(np.int64)
-    found: Ints = table[cell]
-    found += levels[found] < scores - _SAME
-    return found
-
-
-def _shared(score: Floats, owner: Ints, bound: Floats, prompt: Ints, num: int) -> tuple[Floats, Floats]:
+def _shared(known: Floats, prompt: Ints, bound: Floats) -> tuple[Floats, Floats]:
     """Mean and standard deviation of the score of each running response, from what others of its prompt tell.
 
-    `score` is of the ended ones, each of the prompt numbered `owner`; `bound` is a lower bound on that of each running
-    one, of `prompt`. A running one stands for a score at its expectation beyond the bound; its own is taken out again.
+    `known` are the number and the sum of the scores known of each prompt; `bound` is a lower bound on the score of each
+    running one, of `prompt`. A bound stands for a score at its expectation beyond it; its own is taken out again.
     """
     from scipy.special import erfcx
 
-    share, shared = FEW_SHARE, np.zeros(num)
-    count = np.bincount(owner, minlength=num)
-    total = np.bincount(owner, score, minlength=num)
+    (count, total), num = known, known.shape[1]
+    share, shared = FIRST_SHARE, np.zeros(num)
     for _ in range(ROUNDS):
         noise = math.sqrt(1.0 - share)
         over = (bound - shared[prompt]) / noise
         excess = math.sqrt(2.0 / math.pi) / erfcx(over / math.sqrt(2.0))
         weight = excess * (excess - over)
-        precision = 1.0 / share + (count + np.bincount(prompt, weight, minlength=num)) / noise**2
-        others = precision[prompt] - weight / noise**2
-        mean, spread = shared[prompt] - excess / noise / others, np.sqrt(noise**2 + 1.0 / others)
-        pull = (total - count * shared + noise * np.bincount(prompt, excess, minlength=num)) / noise**2
+        precision = 1.0 / share + (count + np.bincount(prompt, weight, num)) / noise**2
+        pull = (total - count * shared + noise * np.bincount(prompt, excess, num)) / noise**2
         shared = shared + (pull - shared / share) / precision
-        share = float((shared**2 + 1.0 / precision).sum() + FEW * FEW_SHARE) / (num + FEW)
-        share = min(max(share, _LEAST_SHARE), _MOST_SHARE)
-    return mean, spread
+        share = min(float((shared**2 + 1.0 / precision).mean()), MOST_SHARE)
+    others = precision[prompt] - weight / noise**2
+    return shared[prompt] - excess / noise / others, np.sqrt(noise**2 + 1.0 / others)
+
+
+def judge(trace: Trace) -> dict[Hashable, dict[str, float]]:
+    """How well a `LengthBelief` predicts lengths of a trace, by what is known of a response.
+
+    Known are lengths of the same RL step and of earlier ones: without their prompts (`all`), with the response's
+    siblings told from others (`siblings`), and with its prompt's earlier lengths too (`history`).
+
+    `coverage`, `median_error_tokens`: once half of an RL step's responses have ended, all having begun together at one
+    pace: how many of the others end between the 10 and 90 % quantiles, and how far the median of the tokens left is
+    off; means over the RL steps. Aborted responses are left out. Empty where lengths differ in no RL step.
+    """
+    beliefs = {known: LengthBelief() for known in _WHOSE}
+    found = []
+    for number, step in enumerate(trace.select(trace.rl_steps[-MOST_JUDGED:]).iter_rl_steps()):
+        rows = step.outcomes[step.outcomes["finish_reason"] != "abort"].sort_values("response_tokens")
+        tokens = rows["response_tokens"].tolist()
+        half = bisect(tokens, rows["response_tokens"].median())
+        for known, whose in _WHOSE.items():
+            keys = [(0, whose.format(step=number, i=i, prompt=p), i, 0) for i, p in enumerate(rows["prompt_id"])]
+            if half < len(keys):
+                cap = float(step.workload["max_response_tokens"].max())
+                found.append((known, *_half(beliefs[known], keys, tokens, half, cap)))
+            beliefs[known].add(dict(zip(keys, tokens, strict=True)))
+    return (
+        pd.DataFrame(found, columns=["known", "coverage", "median_error_tokens"])
+        .groupby("known", sort=False)
+        .mean()
+        .T.to_dict()
+    )
+
+
+def _half(
+    belief: LengthBelief, keys: Sequence[Key], tokens: Sequence[int], half: int, cap: float
+) -> tuple[float, float]:
+    """Coverage and median error of the responses from `half` on, when those before have ended; `tokens` rise."""
+    left = np.array(tokens[half:], np.float64) - tokens[half - 1]
+    state = RolloutState(
+        now_s=0.0, rl_step=0, active=Shape(engines=1, gpus=1), keys=keys[half:], worker=np.zeros_like(left, np.int64),
+        prompt_tokens=left, generated_tokens=np.full_like(left, tokens[half - 1]),
+        max_response_tokens=np.full_like(left, cap), ended=dict(zip(keys[:half], tokens[:half], strict=True)),
+        belief=belief,
+    )  # fmt: skip
+    low, middle, high = state.remaining(np.array([0.1, 0.5, 0.9])).T
+    return float(((low <= left) & (left <= high)).mean()), float(np.median(np.abs(middle - left)))

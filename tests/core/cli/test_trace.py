@@ -104,7 +104,9 @@ def test_a_faulty_csv_is_refused_with_its_line(tmp_path, text, says):
 
 
 def test_describe_shows_times_where_they_are_known(command, timed):
-    row = json.loads(command("trace", "describe", timed, "--json")[1])["rl_steps"][0]
+    described = json.loads(command("trace", "describe", timed, "--json")[1])
+    assert 0 < described["lengths_known"]["history"]["coverage"] <= 1
+    row = described["rl_steps"][0]
     assert row["rollout_s"] == row["max_tokens"] / 100
     assert 0 < row["bubble_fraction"] < 1
 
