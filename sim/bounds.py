@@ -11,12 +11,6 @@ An iteration takes T(b, S) = f(b) + c(b)*S. `alone_i` is the least time in which
 in iterations of min_b f(b), where b ranges over the batches that a worker can hold: batch 1, unless a cost model has
 larger batches run faster. `share_i` is the same with min_b f(b)/b, a request's least share. c is the least c(b).
 
-Both hold for requests that move between workers: each iteration that a response takes part in costs as much on any
-worker, and a move adds a prefill or a transfer. Several shapes of the same GPUs, of which each GPU runs one at a time
-(8 workers of one GPU, 2 of four), have one bound. The path takes the least over the shapes' iterations as it does over
-strategies. The area is in seconds of GPUs: a share of a worker with t GPUs counts t-fold, and W*T is all GPUs times T,
-in units of the first shape's workers. With one shape all factors are 1.
-
 The least decoding time of one response of L tokens, prompt p, under strategies s with cost fix_s + c*context:
 
 - fluid: A_s tokens an iteration. One that starts at g costs the integral over [g, g + A_s] of h_s(x) =
@@ -39,35 +33,53 @@ worker for at least own_i + T_i * g(L_i/T_i) seconds, T_i = T - own_i. The bound
     sum_i own_i + T_i * g(L_i/T_i) <= W*T,    L_i/T_i within reach of g for all i.
 
 The left side falls as T grows (g is convex, g(0) = 0), so T is found by bisection. The longest response alone (path)
-and the work at the best batch (area) are its two ends. With several shapes the points are those of all shapes, their
-shares times t, and own_i is least over shapes, once in seconds and once in seconds of GPUs.
+and the work at the best batch (area) are its two ends.
 
-`fixed_bound_s` is for one shape and no moves: all iterations of a response are on one worker, which cannot lend its
-rest to others. This is the drain: while the longest response of a worker runs, the iterations' fixed cost is paid, no
-matter how few others run beside it.
+Moves and shapes. Nothing above says on which worker an iteration of a response is: a response is in one iteration at a
+time, wherever, and a move only adds a prefill or a transfer. So these bounds hold for moves. They hold for several
+shapes of the same GPUs too (8 engines of one GPU, 2 of four), where at any time each GPU serves an engine of one shape:
 
-Take for each strategy a line below its iterations, f_s(b) >= base_s + more_s*b with base_s, more_s >= 0, for all b that
-a worker can hold. An iteration then takes at least base_s plus more_s + c*context for each request in it. Let j be any
-response on a worker. Add up the worker's iterations, and leave out base_s where j does not run:
+- path: in whichever shape an iteration is, it takes at least the least h_s(x) over the strategies of all shapes, each
+  with its shape's f and c; prefill takes at least the least over shapes.
+- area: an iteration of T seconds on an engine of t GPUs takes t*T seconds of GPUs, t*f(b)/b + t*c*(own context) of them
+  for each of its requests, and all GPUs have their number times the makespan.
+- shared: the points are those of all shapes, (A_s/f_s(b), t/b), and own_i is the least over shapes, once in seconds (in
+  T_i) and once in seconds of GPUs (in what it holds). Both may be too small: the left side falls with T_i.
 
-    time of the worker >= sum over iterations with j of (base_s + more_s + c*context_j)
-                        + sum over i != j, over iterations with i, of (more_s + c*context_i)
-                       >= alone_j + sum_{i != j} added_i
+`fixed_bound_s` is for one shape and no moves: a response stays on one worker, with all its turns. While the longest of
+a worker's responses runs, the worker pays for whole iterations, no matter how few others are left to share them, and
+it cannot lend this time to another worker's responses. That is the part of the drain which no policy avoids at fixed
+shapes; what moves could save of it is not said, as `lower_bound_s` is no higher on a single worker.
 
-`alone_j` is the least decoding time, as above, at fixed cost base_s + more_s; `added_i` that at more_s, with i's
-prefills, which hold the worker. Let rest_j = alone_j - added_j, so that a worker is busy for at least the largest
-rest_j on it plus the sum of its added_i. No order matters, nor who waits, pauses or is preempted.
+Take for each strategy a line below its iterations: f_s(b) >= base_s + more_s*b with base_s, more_s >= 0, for all b that
+a worker can hold. So an iteration takes at least base_s, and more_s + c*(own context) for each request in it. Let j be
+a response on a worker. Its iterations are one after another (turns too). Add up all of the worker's iterations, by
+their requests, and drop base_s, which is not negative, from those without j:
 
-Which worker has whom is free, so T is a bound if no assignment has max rest + sum added <= T on all W workers. Sort
-responses by falling rest and fill workers in this order, each with T - (rest of the first response not yet placed in
-full) seconds of added work; a response may be split. If any assignment fits, so does this: let its workers come by
-falling largest rest, and suppose that j workers filled in order hold at least what the first j of the assignment can.
-If the next response u in order had a larger rest than all on worker j + 1 of the assignment, then u and all before u
-would be on its first j workers, more than these can hold. So u's rest is at most that worker's largest rest, worker
-j + 1 filled in order has at least as much room, and the claim holds for j + 1. T is found by bisection.
+    the worker is busy >= sum over iterations with j of base_s + more_s + c*(context of j)
+                          + sum over i != j, over iterations with i, of more_s + c*(context of i)
+                          + prefills of all, where these hold the worker
+                       >= alone_j + prefill_j + sum over i != j of (added_i + prefill_i)
 
-Any line is valid. Those used touch f_s at batches of 1, 4, 16 and 64, and go up to the next larger batches as steeply
-as f_s allows; the largest bound counts.
+Here `alone_j` is the least decoding time, as above, at fix_s = base_s + more_s, and `added_i` that at fix_s = more_s.
+With rest_j = alone_j - added_j >= 0 the right side is rest_j + the sum of added_i + prefill_i over all i of the worker,
+j or not. It holds for every j, so the worker is busy for at least its largest rest and the sum. Nothing was said of
+order: a request may wait, pause or be preempted.
+
+Which worker has whom is free. `filled_s` finds a T which no assignment to W workers undercuts, where each takes its
+largest rest and the sum of what its responses add. Sort responses by falling rest, and fill one worker after another in
+this order, each with T - (rest of the first response not yet placed in full) seconds of what they add; a response may
+be split. If T suffices for an assignment, it suffices for this filling: let the assignment's workers come by falling
+largest rest. Claim: the first k workers filled hold at least what the first k of the assignment have room for, the sum
+of T - (largest rest), or everything. It holds for k = 0. Let u be the next response after k workers filled. If u had
+a larger rest than all on worker k + 1 of the assignment, u and all before it in order would be on its first k workers,
+and add no more than those have room for. But with u they add more than the k workers filled hold. So u's rest is at
+most the largest on worker k + 1, worker k + 1 filled has at least as much room, and the claim holds for k + 1.
+Hence a T for which filling does not suffice is below every assignment's; the largest such T is found by bisection.
+
+Any line makes a valid bound, as base_s is what is left of f_s below it, min_b f_s(b) - more_s*b. Those taken touch f_s
+at batches of 1 and 16 and go up as steeply as f_s at larger batches allows, more_s at most min_b f_s(b)/b, so
+that base_s >= 0; the largest bound counts.
 """
 
 from __future__ import annotations
@@ -89,8 +101,7 @@ from tltlab.sim.engine.requests import Requests
 
 _HALVINGS = 40
 _STRETCH_TOKENS = 256.0
-_TOUCHED_BATCHES = (1, 4, 16, 64)
-
+_TOUCHED_BATCHES = (1, 16)
 
 Iterations = list[tuple[Regime, float, float]]
 """Of each regime, with the seconds that do not depend on the context and those per token of it."""
@@ -146,7 +157,8 @@ class Floors:
 
     def costing(self, fixed_s: Floats, gpus: int = 1) -> Iterations:
         """Iterations of each regime with these fixed costs, in seconds of so many GPUs."""
-        return [(regime, gpus * each, gpus * self.slope_s) for regime, each in zip(self.regimes, fixed_s, strict=True)]
+        slope_s = gpus * self.slope_s
+        return [(regime, gpus * each, slope_s) for regime, each in zip(self.regimes, fixed_s.tolist(), strict=True)]
 
     def envelope(self) -> Floats:
         """The `envelope` of a response's rates and the GPUs that each takes."""
@@ -265,7 +277,7 @@ def _decoding_s(
     regimes = [regime for regime, _, _ in rows[0]]
     speculates = any(regime.strategy.speculates for regime in regimes)
     if speculates and acceptance is not None and acceptance.varies_by == "position":
-        return [_replayed(requests, ids, row, acceptance) for row in rows]
+        return list(_replayed(requests, ids, rows, acceptance))
     prompts = requests.prompts[ids].astype(np.float64)
     lengths = requests.lengths[ids].astype(np.float64) - TOLERANCE_TOKENS
 
@@ -304,40 +316,37 @@ def _decoding_s(
                 per_token = [(fix + slope * (prompts + x)) / gain - slope / 2 for gain, (_, fix, slope) in each]
                 ends.append(np.min(per_token, axis=0))
             seconds += width * (ends[0] + ends[1]) / 2
-    return least
+    # Short responses behind short prompts may seem to take less than nothing.
+    return list(np.maximum(least, 0.0))
 
 
-def _replayed(requests: Requests, ids: Ints, iterations: Iterations, acceptance: Acceptance) -> Floats:
-    """Shortest path from position 0 to the end, for all responses at once, from the last position backwards."""
+def _replayed(requests: Requests, ids: Ints, rows: Sequence[Iterations], acceptance: Acceptance) -> Floats:
+    """Shortest path from position 0 to the end, for all rows and responses at once, from the last position back."""
     order = np.argsort(-requests.lengths[ids], kind="stable")
     longest_first = ids[order]
     lengths, prompts = requests.lengths[longest_first], requests.prompts[longest_first]
     ends = np.cumsum(lengths)
-    accepted_of = {
-        name: np.concatenate(
-            [acceptance.positions(name, requests.keys[i], requests.response_tokens[i]) for i in longest_first]
-        )
-        for name in {r.strategy.drafter for r, _, _ in iterations if r.strategy.speculates}
-    }
-    window = 2 + max(r.most for r, _, _ in iterations)
-    # best[j, r % window]: least seconds for the last r tokens of response j; column 0 at r = 0 is the end itself.
-    best = np.zeros((len(order), window))
+    strategies = [regime.strategy for regime, _, _ in rows[0]]
+    names = sorted({s.drafter for s in strategies if s.speculates})
+    keys, tokens = requests.keys, requests.response_tokens
+    positions = [[acceptance.positions(name, keys[i], tokens[i]) for i in longest_first] for name in names]
+    accepted = np.array([np.concatenate(each) for each in positions])
+    drafter = [names.index(s.drafter) if s.speculates else 0 for s in strategies]
+    most = np.array([[regime.most] for regime, _, _ in rows[0]])
+    fixed_s, slopes_s = (np.array([[[costs[at]] for costs in row] for row in rows]) for at in (1, 2))
+    window = 2 + int(most.max())
+    # best[row, j, r % window]: least seconds for the last r tokens of response j; the last column is the end itself.
+    best = np.zeros((len(rows), len(order), window + 1))
     active_until = np.searchsorted(-lengths, -np.arange(1, int(lengths[0]) + 1), side="right")
     for tokens_left, active in enumerate(active_until, start=1):
-        rows = np.arange(active)
+        kept = np.minimum(accepted[:, ends[:active] - tokens_left][drafter], most)
+        tokens_after = tokens_left - 1 - kept
+        column = np.where(tokens_after > 0, tokens_after % window, window)
         context = prompts[:active] + lengths[:active] - tokens_left
-        options = []
-        for regime, fix, slope_s in iterations:
-            gain: int | Ints = 1
-            if regime.strategy.speculates:
-                accepted = accepted_of[regime.strategy.drafter][ends[:active] - tokens_left]
-                gain = 1 + np.minimum(accepted, regime.most).astype(np.int64)
-            tokens_after = np.maximum(tokens_left - gain, 0)
-            left_s = fix + np.where(tokens_after > 0, best[rows, tokens_after % window], 0.0)
-            options.append(left_s + slope_s * context)
-        best[:active, tokens_left % window] = np.min(options, axis=0)
-    result = np.empty(len(ids))
-    result[order] = best[np.arange(len(order)), lengths % window]
+        seconds = fixed_s + best[:, np.arange(active), column] + slopes_s * context
+        best[:, :active, tokens_left % window] = seconds.min(axis=1)
+    result = np.empty((len(rows), len(ids)))
+    result[:, order] = best[:, np.arange(len(order)), lengths % window]
     return result
 
 

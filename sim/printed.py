@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tltlab.sim.study.what_if import WhatIf
     from tltlab.sim.tuning.tune import TuneResult
 
+STAYING = "staying: above the bound of responses that stay on their workers"
+
 
 def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The summary for people: a label and a figure in words each."""
@@ -31,8 +33,8 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     once = ", a group's prompt once on each worker" if summary["prefix_caching"] else ""
     accept = "no speculation" if summary["mean_accept_length"] is None else shown("mean_accept_length", ".3f")
     steps = len(summary["makespan_s_per_step"])
-    regret = f"regret {shown('regret', '.1%')}"
-    bound = f"{shown('lower_bound_s', '.4g')} s, any use of the drafts that the acceptance covers ({regret})"
+    regret = f"regret {shown('regret', '.1%')}); {shown('fixed_bound_s', '.4g')} s where no response moves"
+    bound = f"{shown('lower_bound_s', '.4g')} s, any use of the drafts that the acceptance covers ({regret}"
     speed_up = None
     if ratios := summary["speedup"]:
         step = "" if ratios["rl_step"] is None else f", of the RL step {ratios['rl_step']:.2f}x"
@@ -86,7 +88,7 @@ def comparison_text(found: Comparison, rows: Sequence[Mapping[str, Any]], *, sam
     lines += filter(None, [granted_text(rows, kind)])
     nums = [row.get("num_rl_steps", attrs["num_rl_steps"]) for row in rows]
     steps = sample_text(nums, attrs["num_rl_steps_of"], sampled=sampled)
-    lines.append(f"simulated, {steps}; speed-up: over {attrs['baseline']}; {DRAWS_ONLY}; {REGRET}")
+    lines.append(f"simulated, {steps}; speed-up: over {attrs['baseline']}; {DRAWS_ONLY}; {REGRET}; {STAYING}")
     notes: dict[str, list[str]] = {}
     for row in rows if kind == "system" else ():
         marked = [f"* {note}" for note in row["stand_ins"]] + [f"+ {note}" for note in row["defaults"]]
@@ -119,7 +121,9 @@ def _cells(row: Mapping[str, Any], kind: str, axes: Mapping[str, Any], *, whole:
     cells["draws only"] = draws
     if kind == "system" and not whole:
         cells["tokens/s"] = f"{row['tokens_per_s_ratio']:.2f}x"
-    return cells | {"regret": "" if row["regret"] is None else f"{row['regret']:.1%}"}
+    for title, name in (("regret", "regret"), ("staying", "fixed_regret")):
+        cells[title] = "" if row[name] is None else f"{row[name]:.1%}"
+    return cells
 
 
 def tuning_text(result: TuneResult, out: Path) -> str:

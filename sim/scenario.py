@@ -391,12 +391,11 @@ class Scenario(SimulationConfig):
         if budgets_of(policy, 1):
             return None
         scenario, strategies = self.bounding(policy, own)
-        key = frozenset(strategies), id(scenario.acceptance), moves
+        key = frozenset(strategies), id(scenario.acceptance)
         if key not in self._known_bounds:
-            bounds_s = scenario.bounds_s(strategies, scenario.registry_of({"": policy}), moves=moves)
             # The scenario keeps the model alive whose id is used.
-            self._known_bounds[key] = scenario, np.array(bounds_s)
-        return self._known_bounds[key][1]
+            self._known_bounds[key] = scenario, scenario.bounds_s(strategies, scenario.registry_of({"": policy}))
+        return self._known_bounds[key][1][0 if moves else 1]
 
     @cached_property
     def _known_bounds(self) -> dict[Any, tuple[Scenario, Floats]]:
@@ -423,24 +422,21 @@ class Scenario(SimulationConfig):
         chains, _ = scenario.covered_chains([name for name in named if name in scenario.registry])
         return scenario, list(dict.fromkeys([NO_SPECULATION, *chains, *policy.strategies]))
 
-    def bounds_s(
-        self, strategies: Sequence[Strategy], drafters: Drafters | None = None, *, moves: bool = True
-    ) -> list[float]:
-        """The clairvoyant lower bound of each RL step, over all uses of these strategies, all requests drafted alike.
+    def bounds_s(self, strategies: Sequence[Strategy], drafters: Drafters | None = None) -> Floats:
+        """The clairvoyant lower bounds of each RL step, over all uses of these strategies, all requests drafted alike.
 
-        `drafters` are those of the policies, by default those of the trace. Without `moves` every response stays on its
-        worker, which never lowers the bound.
+        The first row holds wherever responses move, the second, never lower, where each stays on its worker.
+        `drafters` are those of the policies, by default those of the trace.
 
         The bound is for iterations that take the modelled costs: with `noise` a fast rollout may undercut it.
         Acceptance that depends on the drafter's age and training is that of a fresh, fully trained drafter.
         """
         plain = self.costs.iteration(NO_SPECULATION, drafter_loaded=False)
         idle = self.costs.iteration(NO_SPECULATION, drafter_loaded=True)
+        alone: float | Floats = math.inf
         if NO_SPECULATION in strategies and len(strategies) > 1 and idle.seconds(1, 0.0) > plain.seconds(1, 0.0):
             # A policy that never drafts has no drafter loaded.
-            alone = self.bounds_s([NO_SPECULATION], moves=moves)
-        else:
-            alone = [math.inf] * len(self.steps)
+            alone = self.bounds_s([NO_SPECULATION])
         model = self.acceptance
         if model is not None:
             model = model.at_best([s.drafter for s in strategies]).within(self.longest_context_tokens)
@@ -448,21 +444,17 @@ class Scenario(SimulationConfig):
         for shape, costs in self.all_shapes.items():
             regimes = Regimes(strategies, costs, model, self.registry if drafters is None else drafters)
             floors.append(Floors.of(regimes, costs, shape, max(map(len, self.steps), default=1)))
-        if not moves:
-            floors = floors[:1]
         # All gain alike in every iteration: then sharing a worker has an exact price.
         alike = not any(s.speculates for s in strategies) or (model is not None and model.varies_by == "nothing")
-        bounds_s = []
-        for step in self.steps:
+        bounds_s = np.zeros((2, len(self.steps)))
+        for at, step in enumerate(self.steps):
             bound_s = lower_bound_s(step, floors, model, self.seed)
             if alike:
                 bound_s = max(bound_s, shared_bound_s(step, floors))
-            if not moves:
-                bound_s = max(bound_s, fixed_bound_s(step, floors[0], model, self.seed))
             if step.turns is not None and self.max_tools is not None:
                 bound_s = max(bound_s, sum(step.turns.tool_s) / self.max_tools)
-            bounds_s.append(bound_s + self.costs.outside_s if bound_s else bound_s)
-        return list(map(min, bounds_s, alone))
+            bounds_s[:, at] = bound_s, max(bound_s, fixed_bound_s(step, floors[0], model, self.seed))
+        return np.minimum(bounds_s + self.costs.outside_s * (bounds_s > 0), alone)
 
 
 def is_memoryless(policy: Policy) -> bool:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 class SimResult:
     """A simulation's result. `summary` and `trace` are made when they are first read, from the logs in `rollouts`.
 
-    `wall_s` is the time the simulation took; `bounds_s` computes the clairvoyant bound of each RL step.
+    `wall_s` is the time the simulation took; `bounds_s` computes the clairvoyant bound of each RL step, with
+    `moves=False` that of responses which stay on their workers.
     """
 
     rollouts: tuple[SimulatedRollout, ...]
@@ -43,7 +44,7 @@ class SimResult:
     policy: str
     scenario: Scenario
     wall_s: float
-    bounds_s: Callable[[], Floats | None]
+    bounds_s: Callable[..., Floats | None]
     record_iterations: bool
 
     @property
@@ -87,19 +88,21 @@ class SimResult:
     def summary(self) -> dict[str, Any]:
         """The keys of `tltlab simulate --json`: `tltlab.traces.metrics.summary` of the trace, the bound, the wall time.
 
-        `mean_accept_length` is over all speculative iterations; `regret` is makespan / lower bound - 1;
+        `mean_accept_length` is over all speculative iterations; `regret` is makespan / lower bound - 1,
+        `fixed_bound_s` the bound of responses that stay on their workers;
         `outside_calibration` the share of iterations outside the range that costs ("batch", "verified_tokens",
         "context_tokens") or acceptance ("acceptance") were fitted on; `costs` and `acceptance` name what was used;
         `prefix_caching` records whether samples shared their prompts, `prefilled_tokens` the tokens prefilled in all;
         `evidence` is that of `Scenario.evidence`, and `makespan_interval_s` is the 90 % range of the makespan from
         cost-model error, at the given lengths and acceptance.
         """
-        bounds_s, found = self.bounds_s(), self.totals
+        found = self.totals
         strategies = dict.fromkeys(strategy for each in found for strategy in each.strategies)
         speculates = any(strategy.speculates for strategy in strategies)
         outside = self.outside_calibration
         evidence = self.scenario.evidence(strategies, outside or ())
-        bound_s = float(np.mean(bounds_s)) if bounds_s is not None else None
+        bounds_s = self.bounds_s(), self.bounds_s(moves=False)
+        bound_s, fixed_s = (None if each is None else float(np.mean(each)) for each in bounds_s)
         return metrics.summary(self._measured, workers=self.scenario.workers) | {
             "mean_accept_length": self.mean_accept_length,
             "outside_calibration": outside,
@@ -113,6 +116,7 @@ class SimResult:
             "costs": self.scenario.costs_name,
             "acceptance": self.scenario.acceptance_name if speculates else None,
             "lower_bound_s": bound_s,
+            "fixed_bound_s": fixed_s,
             "regret": self.makespan_s / bound_s - 1.0 if bound_s and self.makespan_s else None,
             "wall_s": self.wall_s,
         }
@@ -352,6 +356,6 @@ def simulated(
         policy=name,
         scenario=scenario,
         wall_s=wall_s,
-        bounds_s=lambda: scenario.bound_of(chosen),
+        bounds_s=partial(scenario.bound_of, chosen),
         record_iterations=record_iterations,
     )

@@ -139,7 +139,7 @@ class _Run:
         for name, model in {
             "bound": ScaledCosts.wrapping(fast, pass_share=0.0), "drafting": fast, "synchronous tax": costs
         }.items():  # fmt: skip
-            yield name, np.array(replace(scenario, costs=model).bounds_s(strategies, drafters))
+            yield name, replace(scenario, costs=model).bounds_s(strategies, drafters)[0]
 
     def cells(self) -> Iterator[Cell]:
         """Yield the simulations after the bounds, each with one change to the one before, in order."""
