@@ -22,7 +22,7 @@ ROUNDS = 4
 """Rounds of the fit of what responses to a prompt share."""
 FIRST_SHARE, MOST_SHARE = 0.3, 0.85
 """The share of what they share that the fit begins with, and the most that is believed."""
-MOST_JUDGED = 32
+MOST_JUDGED = 16
 """RL steps, the last ones of a trace, by which beliefs are judged."""
 _SCORES = np.linspace(-8.0, 8.0, 513)
 _WHOSE = {"all": "{step} {i}", "siblings": "{step} {prompt}", "history": "{prompt}"}
@@ -154,10 +154,10 @@ def judge(trace: Trace) -> dict[Hashable, dict[str, float]]:
     found = []
     for number, step in enumerate(trace.select(trace.rl_steps[-MOST_JUDGED:]).iter_rl_steps()):
         rows = step.outcomes[step.outcomes["finish_reason"] != "abort"].sort_values("response_tokens")
-        tokens = rows["response_tokens"].tolist()
+        prompts, tokens = rows["prompt_id"].tolist(), rows["response_tokens"].tolist()
         half = bisect(tokens, rows["response_tokens"].median())
         for known, whose in _WHOSE.items():
-            keys = [(0, whose.format(step=number, i=i, prompt=p), i, 0) for i, p in enumerate(rows["prompt_id"])]
+            keys = [(0, whose.format(step=number, i=i, prompt=p), i, 0) for i, p in enumerate(prompts)]
             if half < len(keys):
                 cap = float(step.workload["max_response_tokens"].max())
                 found.append((known, *_half(beliefs[known], keys, tokens, half, cap)))
