@@ -58,10 +58,7 @@ class Planned:
     def rollout(self, requests: Requests, queues: list[list[int]]) -> SimulatedRollout:
         """Simulate one RL step, and learn its lengths. Raises what `PlannedRollout.run` does."""
         result = PlannedRollout(self, requests, queues).run()
-        lengths: dict[str, list[int]] = {}
-        for key, tokens in zip(requests.keys, requests.response_tokens, strict=True):
-            lengths.setdefault(key[1], []).append(tokens)
-        self.belief.add(lengths)
+        self.belief.add(dict(zip(requests.keys, requests.response_tokens, strict=True)))
         return result
 
     def engines(self, requests: Requests) -> dict[Shape, EngineCosts]:
