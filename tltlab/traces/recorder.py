@@ -204,7 +204,7 @@ class Recorder:
         for name in TABLES:
             for place, file in contents.files_of(self.path, name).items():
                 if place not in lost:
-                    yield place, name, StoredTable.open(name, [file], sound=place in (contents.parts or {}))
+                    yield place, name, StoredTable.open(name, [file])
 
     def _keep(self, files: Iterable[tuple[str, str, StoredTable]], rl_steps: int) -> None:
         """Have the recording hold the rows in these files of RL steps before `rl_steps`, and no others."""

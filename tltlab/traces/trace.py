@@ -394,8 +394,7 @@ def open_trace(path: Path, contents: Contents) -> Trace:
         files = contents.files_of(path, name)
         has_none = contents.parts is not None and not any(part.startswith(name) for part in contents.parts)
         if files or (name in REQUIRED_TABLES and has_none):
-            sound = files.keys() <= set(contents.parts or ())
-            tables[name] = StoredTable.open(name, [*files.values()], sound=sound)
+            tables[name] = StoredTable.open(name, [*files.values()])
         elif name in REQUIRED_TABLES:
             raise TraceError(f"{path / name}.parquet: missing; a trace has {' and '.join(REQUIRED_TABLES)}")
     rl_steps, manifest = _steps_of(tables), contents.manifest
