@@ -260,7 +260,7 @@ def test_a_trace_of_an_earlier_version_is_read(folder):
 )
 def test_rl_step_that_lost_its_iterations_is_refused(folder, without, valid):
     rewrite(folder, "iterations", lambda t: t.slice(0, 2))
-    manifest = Manifest.read(folder / "manifest.json").model_copy(update={"without_iterations": without})
+    manifest = Contents.read(folder).manifest.model_copy(update={"without_iterations": without})
     Contents(manifest=manifest).write(folder)
     assert ("without_iterations" in (folder / "manifest.json").read_text()) == (without is not None)
     if valid:
