@@ -223,23 +223,19 @@ def _open(path: Path, metadata: pq.FileMetaData | None = None) -> Iterator[pq.Pa
 
 
 class ReadTable(TraceTable):
-    """Some RL steps of a stored table; what is selected of it shares the rows, read when one of them is first used."""
+    """A stored table, or some RL steps of it, whose rows are read together when one of them is first used."""
 
-    def __init__(self, stored: StoredTable, rl_steps: Sequence[int], memory: Callable[[], MemoryTable] | None = None):
-        selected = np.isin(stored.rl_steps, rl_steps)
-        self.rl_steps, self.rows_per_step = stored.rl_steps[selected], stored.rows_per_step[selected]
+    def __init__(self, stored: StoredTable, memory: Callable[[], MemoryTable] | None = None):
+        self.rl_steps, self.rows_per_step = stored.rl_steps, stored.rows_per_step
         self._stored = stored
         self._memory = memory or cache(lambda: MemoryTable(stored.name, stored.load(None)))
 
-    def _matching(self, rl_steps: Sequence[int] | None) -> list[int]:
-        chosen = self.rl_steps if rl_steps is None else self.rl_steps[np.isin(self.rl_steps, rl_steps)]
-        return list(chosen.tolist())
-
     def part(self, rl_steps: Sequence[int] | None) -> TablePart:
-        return self._memory().part(self._matching(rl_steps))
+        chosen = self.rl_steps if rl_steps is None else np.intersect1d(self.rl_steps, rl_steps)
+        return self._memory().part(chosen.tolist())
 
     def select(self, rl_steps: Sequence[int]) -> ReadTable:
-        return ReadTable(self._stored, self._matching(rl_steps), self._memory)
+        return ReadTable(self._stored.select(rl_steps), self._memory)
 
 
 def damaged(folder: Path, contents: Contents) -> list[str]:
