@@ -11,7 +11,7 @@ from tltlab.errors import ConfigError, TraceError
 from tltlab.hardware import model, per_gpu_heads
 from tltlab.lengths.model import LengthModel
 from tltlab.policies.policy import load_policy
-from tltlab.traces.schema import Manifest
+from tltlab.traces.schema import Contents
 
 LONG = "x" * 10_000
 ROOFLINE = load_costs("h100-qwen2.5-7b").model_dump(mode="json")
@@ -21,7 +21,7 @@ POLICY = {"format": "tltlab-policy", "version": 1, "selector": {"kind": "none"}}
 
 
 def file(folder, value):
-    path = folder / "mine.json"
+    path = folder / "manifest.json"
     path.write_text(json.dumps(value))
     return path
 
@@ -41,7 +41,7 @@ def file(folder, value):
         (load_stages, STAGES | {"num_gpus": LONG}, "num_gpus: "),
         (load_policy, POLICY | {"selector": {"kind": LONG}}, "selector: kind is 'xxx"),
         (LengthModel.load, {"format": "tltlab-lengths", "quantiles": LONG}, "quantiles: "),
-        (Manifest.read, {"format": "tltlab-trace", "version": 1, "kind": LONG}, "kind: "),
+        (lambda path: Contents.read(path.parent), {"format": "tltlab-trace", "version": 1, "kind": LONG}, "kind: "),
     ],
 )
 def test_a_bad_file_is_named_and_cut(tmp_path, load, value, says):

@@ -20,7 +20,7 @@ from tltlab.importers.metrics_log import records_of
 from tltlab.importers.sources import read, read_lengths
 from tltlab.importers.token_counts import CharsPerToken
 from tltlab.policies.policy import load_policy
-from tltlab.traces.schema import Manifest
+from tltlab.traces.schema import Contents
 
 HERE = Path(__file__).parent
 TINY = HERE.parents[1] / "traces" / "tiny"
@@ -40,7 +40,7 @@ def recipe(path):
 READERS = {
     "acceptance.json": (load_acceptance,),
     "costs.json": (load_costs, load_stages),
-    "manifest.json": (Manifest.read,),
+    "manifest.json": (lambda path: Contents.read(path.parent),),
     "policy_table.json": (lambda path: load_policy(str(path)),),
     "policy_adaptive.json": (lambda path: load_policy(str(path)),),
     "verl.jsonl": (dump, read_lengths, read_json),

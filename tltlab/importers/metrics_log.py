@@ -328,8 +328,8 @@ def from_fields(
         inner = value if isinstance(value, dict) else {None: value}
         for name, item in inner.items():
             flat[str(key) if name is None else str(name) if key == "data" else f"{key}/{name}"] = item
-    numbers = (flat[name] for name in STEPS if isinstance(flat.get(name), int | float))
-    steps = [step for step in numbers if abs(step) < 2**53]
+    numbers = (number(str(flat.get(name))) for name in STEPS)
+    steps = [step for step in numbers if step is not None and abs(step) < 2**53]
     for record in _record(rl_step if rl_step is not None else int(steps[0]) if steps else None, place, flat):
         if "_step" in fields and all(key.startswith("profiling/") for key in record.values):
             call_times |= {key: call_times.get(key, 0.0) + value for key, value in record.values.items()}

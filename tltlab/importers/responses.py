@@ -43,6 +43,10 @@ RECORD = "#record"
 RUN = "#run"
 """Column of the number of the record that a length was in a list of, where it has no RL step."""
 _CHUNK = 2048
+_TURNS = (
+    "responses have several turns, whose tokens (and prompts, where a count adds them up) are those of one response: "
+    "text of tools and users is not counted as generated"
+)
 _SAMPLED = 256
 """Records by which a list's meaning is decided."""
 _RESPONSE_KINDS = {"response_sizes", "response_tokens", "sizes", "tokens", "response_ids", "all_ids", "response_text",
@@ -58,6 +62,13 @@ _NAMED = {"rl_step", "epoch", "prompt_id", "prompt_text", "prompt_ids"}
 """Kinds of fields that name the RL step or the prompt of a record's responses."""
 _MOST_EPOCHS = 1e6
 _NO_ERROR: tuple[Any, ...] = ("False", "0", 0, [], {})
+_FAILURES: dict[str, Callable[[Any], bool]] = {
+    "error": lambda cell: not (is_missing(cell) or cell in _NO_ERROR),
+    "success": lambda cell: number(cell, booleans=True) == 0,
+    "status_code": lambda cell: number(cell) >= 400,
+    "status": lambda cell: str(cell).lower() in REASONS["abort"],
+}
+"""Kinds of fields whose cells mean that a request failed."""
 MOST_TOKENS = 2**31 - 1
 _OWN = {
     "epoch": "rl_step",
@@ -114,25 +125,7 @@ class Reader:
 
     def assumed(self) -> list[str]:
         """Notes on what was assumed."""
-        notes = list(self.notes)
-        if self.counts["text"]:
-            notes.append(self.reading.tokens.note)
-        for name, count in self.counts.items():
-            column, _, number = name.partition("\n")
-            if number and count:
-                notes.append(f"{count} responses have another number of {column} than {number}, which counts")
-            elif name.startswith("block ") and count:
-                notes.append(f"{name.removeprefix('block ')} in {count} messages is not counted")
-        if self.counts["turns"]:
-            notes.append(
-                f"{self.counts['turns']} responses have several turns, whose tokens (and prompts, where a count adds "
-                "them up) are those of one response: text of tools and users is not counted as generated"
-            )
-        if self.counts["empty"]:
-            notes.append(f"{self.counts['empty']} records have an empty list of responses")
-        if self.counts["aborted"]:
-            notes.append(f"{self.counts['aborted']} requests failed or made no token and count as aborted")
-        return notes
+        return [*self.notes, *(f"{num} {text}" for text, num in self.counts.items() if num)]
 
     def _given(self, records: Records, name: str) -> str:
         """The column that an option names, as it is written in the file."""
@@ -215,7 +208,7 @@ class Reader:
                     f"{file}, {place}: lists of different sizes, which should have a response each: {described}"
                 )
             size = next(iter(sizes.values()))
-            self.counts["empty"] += not size
+            self.counts["records have an empty list of responses"] += not size
             shared, lists = {}, {}
             kinds = {kind for name in fields for kind in kind_of(name)}
             if all(self._lists[name] == "responses" for name in sizes):
@@ -324,18 +317,13 @@ class Reader:
         """Return for each request True if it failed, by its error, success or status code."""
         frame = records.frame
         failed = np.full(len(frame), False)
-        within = [column for column in frame.columns if "error" in plain(column).split(".")[:-1]]
-        for column in (*matches(frame.columns, "error"), *within):
-            failed |= np.array([not (is_missing(c) or c is False or c in _NO_ERROR) for c in frame[column]])
-            self._seen.add(column)
-        for column in matches(frame.columns, "success"):
-            failed |= np.array([number(cell, booleans=True) == 0 for cell in frame[column]])
-            self._seen.add(column)
-        for column in matches(frame.columns, "status_code"):
-            failed |= numbers(frame[column]) >= 400
-            self._seen.add(column)
-        for column in matches(frame.columns, "status"):
-            failed |= np.array([str(cell).lower() in REASONS["abort"] for cell in frame[column]])
+        for kind, means_failure in _FAILURES.items():
+            columns = matches(frame.columns, kind)
+            if kind == "error":
+                columns += [column for column in frame.columns if "error" in plain(column).split(".")[:-1]]
+            for column in columns:
+                failed |= np.array([means_failure(cell) for cell in frame[column]], bool)
+            self._seen.update(columns)
         return failed
 
     def _reasons(self, records: Records, aborted: NDArray[np.bool_]) -> Any:
@@ -359,7 +347,7 @@ class Reader:
                 if kind != "status" or any(reason is not None for reason in reasons):
                     self.use("finish_reason", column)
         reasons[aborted] = "abort"
-        self.counts["aborted"] += int(aborted.sum())
+        self.counts["requests failed or made no token and count as aborted"] += int(aborted.sum())
         return reasons
 
     def _rewards(self, records: Records) -> Any:
@@ -451,18 +439,21 @@ class Reader:
                 return self._whole(records, chosen, 0, failed=failed), exact
         chosen = self._column(records, "response_sizes", "response_tokens") or self._column(records, "sizes", "tokens")
         others = self._listed(frame, "all_ids", "tokens")
-        wholes = [frame[column].map(_size) for column in others]
+        wholes = {_sizes(frame[column]).tobytes() for column in others}
         # Log-probs of the prompt too are no length of the response.
         lists = [
-            column for column in lists
-            if "logprobs" not in kind_of(column) or not any(frame[column].map(_size).equals(whole) for whole in wholes)
-        ]  # fmt: skip
+            column
+            for column in lists
+            if "logprobs" not in kind_of(column) or _sizes(frame[column]).tobytes() not in wholes
+        ]
         if chosen:
             has_others = bool(lists or texts)
             values = self._whole(records, chosen, 0, may_miss=has_others, failed=failed)
             self._compare(frame, chosen, values, [*lists, *others])
         for column in lists:
-            values = self._fill(values, failed, column, lambda column=column: self._sizes(frame, column))
+            if (open_ := np.isnan(values) & ~failed).any():
+                self.use("response_tokens", column)
+                values = np.where(open_, self._tokens_in(frame, column), values)
         if np.isnan(values[~failed]).any():
             values = self._fill_from_total(records, values, failed)
         if (open_ := np.isnan(values) & ~failed).any() and texts:
@@ -470,7 +461,7 @@ class Reader:
             self.use("response_tokens", column)
             values[open_] = self._count(records, column, np.flatnonzero(open_))
             exact = exact & ~open_
-            self.counts["text"] += int(open_.sum())
+            self.note(self.reading.tokens.note)
         values = np.where(np.isnan(values) & failed, 0.0, values)
         if records.is_table and list(frame.columns) == ["c0"]:
             values = self._whole(records, "c0", 0)
@@ -493,10 +484,11 @@ class Reader:
             if self._lists.get(column) == "ids" and lists_in(frame[column]).any()
         ]  # fmt: skip
 
-    def _sizes(self, frame: pd.DataFrame, column: str, end: str = "tail") -> Any:
+    def _tokens_in(self, frame: pd.DataFrame, column: str, end: str = "tail") -> Any:
         """Tokens of each list: the ones of a mask, else its entries without padding at an end; NaN without a list."""
-        sizes, ones = _sizes(frame[column], column)
+        sizes = _sizes(frame[column])
         if "mask" in kind_of(column):
+            ones = _ones(frame[column])
             if np.nansum((sizes - ones)[ones > 0]) > 0:
                 self.note(f"{column}: ones are the tokens generated, zeros (tools' tokens, padding) are left out")
             if ((ones == 0) & (sizes > 0)).any():
@@ -509,29 +501,24 @@ class Reader:
             return sizes - runs
         return sizes
 
-    def _fill(self, values: Any, failed: Any, column: str, sizes: Any) -> Any:
-        open_ = np.isnan(values) & ~failed
-        if open_.any():
-            self.use("response_tokens", column)
-            values = np.where(open_, sizes(), values)
-        return values
-
     def _compare(self, frame: pd.DataFrame, chosen: str, values: Any, columns: Sequence[str]) -> None:
         """Note lists whose size is not the recorded number, which counts."""
         for column in columns:
             self._seen.add(column)
-            sizes, ones = _sizes(frame[column], column)
-            whole = bool(kind_of(column) & {"all_ids", "tokens"})
-            differs = sizes < values if whole else ~np.isnan(sizes) & (values != sizes) & (values != ones)
-            if differs.any():
-                self.counts[f"{column}\n{chosen}"] += int(differs.sum())
+            sizes, kinds = _sizes(frame[column]), kind_of(column)
+            differs = sizes < values if kinds & {"all_ids", "tokens"} else ~np.isnan(sizes) & (values != sizes)
+            if "mask" in kinds:
+                differs &= values != _ones(frame[column])
+            self.counts[f"responses have another number of {column} than {chosen}, which counts"] += int(differs.sum())
 
     def _fill_from_total(self, records: Records, values: Any, failed: Any) -> Any:
         """Fill in numbers of prompt and response together, less the prompt."""
         known = self._known_prompts(records)
         total = None if known is None else self._column(records, "total")
         if total is not None:
-            values = self._fill(values, failed, total, lambda: self._whole(records, total, 0, may_miss=True) - known)
+            self.use("response_tokens", total)
+            rest = self._whole(records, total, 0, may_miss=True) - known
+            values = np.where(np.isnan(values) & ~failed, rest, values)
             self.note(f"response tokens are {total} less the prompt's")
         return values
 
@@ -543,7 +530,7 @@ class Reader:
         if columns := self._listed(frame, *_PROMPT_IDS):
             column = columns[0]
             self.use("prompt_tokens", column)
-            return self._sizes(frame, column, "head")
+            return self._tokens_in(frame, column, "head")
         return None
 
     def _prompt_tokens(self, records: Records, lengths: Any) -> Any:
@@ -556,10 +543,10 @@ class Reader:
             masks = self._listed(frame, "mask")
             if self.used.get("response_tokens") == column or (plain(column).endswith("inputids") and not masks):
                 continue
-            rest = frame[column].map(_size).to_numpy(np.float64) - lengths
+            sizes = _sizes(frame[column])
+            rest = sizes - lengths
             for mask in masks:
-                sizes, before = frame[mask].map(_size), frame[mask].map(_zeros_before)
-                rest = np.where(sizes == frame[column].map(_size), before, rest)
+                rest = np.where(sizes == _sizes(frame[mask]), frame[mask].map(_zeros_before), rest)
             known = np.where(np.isnan(known) & (rest >= 0), rest, known)
             self.use("prompt_tokens", column)
         total = self._column(records, "total") if np.isnan(known).all() else None
@@ -571,7 +558,7 @@ class Reader:
         if len(open_) and texts and not isinstance(self.reading.tokens, NoTokenCounter):
             self.use("prompt_tokens", texts[0])
             known[open_] = self._count(records, texts[0], open_, is_prompt=True)
-            self.counts["text"] += len(open_)
+            self.note(self.reading.tokens.note)
         elif len(open_) and "prompt_tokens" in self.reading.needs:
             raise TraceError(
                 f"{records.place(int(open_[0]))}: no prompt length; wanted a field prompt_tokens or input_len, there "
@@ -604,7 +591,7 @@ class Reader:
             if (speech := conversation_texts(cell)) is None:
                 records.fault(int(at), column, f"got {shown(cells.iloc[at])}, wanted a text or messages")
             for kind in () if is_prompt and is_conversation else speech.unread:
-                self.counts[f"block {kind}"] += 1
+                self.counts[f"messages have {kind}, which is not counted"] += 1
             parts = speech.generated
             if is_prompt:
                 parts = speech.before if is_conversation and speech.turns else [*speech.others, *speech.generated]
@@ -621,7 +608,7 @@ class Reader:
             self._seen.add(column)
             self.note(f"{column}: each turn counts as a separate response")
         if (number := self._column(records, "turns")) is not None:
-            self.counts["turns"] += int((numbers(records.frame[number]) > 1).sum())
+            self.counts[_TURNS] += int((numbers(records.frame[number]) > 1).sum())
             return
         for kind in ("response_text", "conversation"):
             for column in matches(records.frame.columns, kind):
@@ -630,7 +617,7 @@ class Reader:
                     several = sum(
                         s is not None and (s.turns > 1 or len(s.others) > len(s.before) > 0) for s in conversations
                     )
-                    self.counts["turns"] += several
+                    self.counts[_TURNS] += several
                     self._seen.add(column)
                     return
 
@@ -647,22 +634,20 @@ def _is_scalar(cell: Any) -> bool:
     return isinstance(cell, str | int | float) and not is_missing(cell)
 
 
-def _sizes(cells: pd.Series[Any], column: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Entries of each list, NaN without a list, and the ones of a mask, else 0."""
-    sizes = [len(cell) if is_list(cell) else np.nan for cell in cells]
-    is_mask = "mask" in kind_of(column)
-    ones = [sum(one == 1 for one in cell) if is_mask and is_list(cell) else 0 for cell in cells]
-    return np.array(sizes, np.float64), np.array(ones, np.float64)
+def _sizes(cells: pd.Series[Any]) -> NDArray[np.float64]:
+    """Entries of each list, NaN without a list."""
+    return np.array([len(cell) if is_list(cell) else np.nan for cell in cells], np.float64)
+
+
+def _ones(cells: pd.Series[Any]) -> NDArray[np.int64]:
+    """Ones in each mask, 0 without a mask."""
+    return np.array([sum(one == 1 for one in cell) if is_list(cell) else 0 for cell in cells], np.int64)
 
 
 def _run(values: Sequence[Any]) -> int:
     """How many equal values begin a list; 0 for one, and for all of them."""
     run = next((at for at, value in enumerate(values) if value != values[0]), len(values))
     return 0 if run in (1, len(values)) else run
-
-
-def _size(cell: Any) -> int:
-    return len(cell) if is_list(cell) else -1
 
 
 def _zeros_before(mask: Any) -> int:

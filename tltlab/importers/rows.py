@@ -64,7 +64,7 @@ def stem(path: Path) -> str:
 def rows_of(path: Path) -> Iterator[Row]:
     """The records of a file, in order, one in memory at a time where the format allows.
 
-    A Parquet file; a CSV with a header, whose cells are numbers where they look like it; JSON Lines; a JSON list of
+    A Parquet file; a CSV with a header, whose cells are texts; JSON Lines; a JSON list of
     objects; one JSON object; or a JSON table, `{"columns": [...], "data": [[...], ...]}`, whose rows are the records.
     Blank lines are skipped. Raises TraceError.
     """
@@ -74,7 +74,7 @@ def rows_of(path: Path) -> Iterator[Row]:
     if ending(path) in TABLES:
         frame = table_of(path)
         for line, *cells in frame.itertuples():
-            yield f"line {line}", dict(zip(frame.columns, map(_cell, cells), strict=True))
+            yield f"line {line}", dict(zip(frame.columns, cells, strict=True))
         return
     try:
         with io.TextIOWrapper(open_unpacked(path), encoding="utf-8-sig") as file:
@@ -155,13 +155,6 @@ def table_of(path: Path, most_bytes: int | None = None) -> pd.DataFrame:
     else:
         frame.columns = pd.Index([f"c{i}" for i in range(frame.shape[1])])
     return frame
-
-
-def _cell(text: str | None) -> str | float | None:
-    try:
-        return float(text) if text else None
-    except ValueError:
-        return text
 
 
 def _json_rows(path: Path, place: str, value: Any) -> Iterator[Row]:

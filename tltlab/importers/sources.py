@@ -93,14 +93,11 @@ def imported(
     Its manifest has the source and every assumption (`notes`). `form` is guessed from the content by default (`guess`).
     The dump's numbers, not its texts, are held in memory. Raises TraceError naming file, line and field, ConfigError.
     """
-    if isinstance(source, pd.DataFrame):
-        return _imported(source, reading, form, workers)
-    check_source(path := Path(source))
-    return _imported(path, reading, form, workers)
-
-
-def _imported(source: Path | pd.DataFrame, reading: Reading, form: Format | None, workers: int | None) -> Imported:
+    if isinstance(source, str):
+        source = Path(source)
     path = None if isinstance(source, pd.DataFrame) else source
+    if path is not None:
+        check_source(path)
     is_given = form is not None
     form = form or ("csv" if path is None else guess(path, reading))
     _check(reading, form, workers)
@@ -152,13 +149,8 @@ def _check(reading: Reading, form: Format, workers: int | None) -> None:
     if (reading.responses or reading.drafted) and form != "metrics":
         named = "a number of responses" if reading.responses else "drafted"
         raise ConfigError(f"{named} does not go with format {form}, only with metrics")
-    counts = {
-        "workers": workers, "group size": reading.group_size, "maximum": reading.max_response_tokens,
-        "responses": reading.responses,
-    }  # fmt: skip
-    for quantity, count in counts.items():
-        if count is not None and count < 1:
-            raise ConfigError(f"{quantity} is {count}, it must be at least 1")
+    if workers is not None and workers < 1:
+        raise ConfigError(f"workers is {workers}, it must be at least 1")
 
 
 def _trace(

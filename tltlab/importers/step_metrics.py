@@ -7,14 +7,17 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+from pydantic import Field
 
 from tltlab.arrays import Floats, Ints
-from tltlab.errors import ConfigError, TraceError, did_you_mean
+from tltlab.config import FrozenModel, entries
+from tltlab.errors import TraceError
 from tltlab.records import frozen
 
 from .responses import tables_of_lengths
@@ -24,8 +27,11 @@ STAGES = ("inference_s", "reward_s", "advantage_s", "train_s", "sync_s")
 """Fields that are sums of their keys: the stages behind the rollout."""
 
 
-@frozen
-class Form:
+_TABLE = tomllib.loads(files(__package__).joinpath("frameworks.toml").read_text(encoding="utf-8"))
+_FieldName = Annotated[str, Field(pattern=_TABLE["any"].pop("fields"))]
+
+
+class Form(FrozenModel):
     """How a line of metrics begins and what is between its items (`frameworks.toml`).
 
     `block` stands before names in a block that are not in `names`, which has keys for what consoles print.
@@ -34,7 +40,7 @@ class Form:
     begins: re.Pattern[str]
     items: str
     block: str = ""
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = {}
 
     @property
     def in_block(self) -> bool:
@@ -46,75 +52,42 @@ class Form:
         return self.names.get(name) or (f"{self.block}{name}" if self.in_block else name)
 
 
-@frozen
-class Framework:
+class Framework(FrozenModel):
     """A row of `frameworks.toml`: the keys of each field, and how its logs are known and written."""
 
     name: str
+    versions: str = ""
     marks: re.Pattern[str]
-    fields: Mapping[str, tuple[str, ...]]
-    forms: tuple[Form, ...]
-    timers: re.Pattern[str]
-    within: frozenset[str]
-    holds: Mapping[str, str]
-    single_turn: float
-    advice: str
+    fields: Mapping[_FieldName, tuple[str, ...]] = {}
+    lines: tuple[Form, ...] = ()
+    timers: re.Pattern[str] = re.compile("(?!)")
+    within: frozenset[str] = frozenset()
+    holds: Mapping[str, str] = {}
+    single_turn: float = 1
+    advice: str = ""
 
-    @classmethod
-    def of(cls, row: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> Framework:
-        """Make one of a row of the file, whose other rows are `rows`."""
-        row = {**rows.get(row.get("as", ""), {}), **row}
-        block, names = row.get("block", ""), row.get("names", {})
-        return cls(
-            name=row["name"],
-            marks=re.compile("|".join(row["marks"])),
-            fields={n: tuple(keys) for n, keys in row.items() if isinstance(keys, list) and n not in _NO_FIELDS},
-            forms=tuple(_form(form, block=block, names=names) for form in row.get("lines", ())),
-            timers=re.compile(row.get("timers", "(?!)")),
-            within=frozenset(row.get("within", ())),
-            holds=row.get("holds", {}),
-            single_turn=row.get("single_turn", 1),
-            advice=row.get("advice", ""),
-        )
-
-    @property
+    @cached_property
     def keys(self) -> frozenset[str]:
         """All keys that the framework's fields name."""
         return frozenset(key for keys in self.fields.values() for names in keys for key in names.split("|"))
 
 
-def _form(form: Mapping[str, str], **more: Any) -> Form:
-    return Form(begins=re.compile(form["begins"]), items=form["items"], **more)
-
-
-_TABLE = tomllib.loads(files(__package__).joinpath("frameworks.toml").read_text(encoding="utf-8"))
-_NO_FIELDS = ("marks", "lines", "within")
-_KEYS = frozenset((*_TABLE["any"]["keys"], *_NO_FIELDS, *STAGES))
-
-
 def frameworks_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Framework, ...]:
     """Return the frameworks of the rows of a table. ConfigError names the faulty row, by its name or number from 1."""
-    named, made = {row.get("name", ""): row for row in rows}, []
-    for number, row in enumerate(rows, 1):
-        where = f"frameworks.toml: entry {row.get('name', number)}"
-        for key in row:
-            if key not in _KEYS:
-                raise ConfigError(f"{where}: no field is named {key!r}{did_you_mean(key, _KEYS)}")
-        if "as" in row and row["as"] not in named:
-            raise ConfigError(f"{where}: as = {row['as']!r} is no entry")
-        try:
-            made.append(Framework.of(row, named))
-        except KeyError as error:
-            raise ConfigError(f"{where}: {error} is missing") from error
-        except re.error as error:
-            raise ConfigError(f"{where}: {error.pattern!r} is no regular expression: {error}") from error
-    return tuple(made)
+    named, whole = {row.get("name", ""): row for row in rows}, []
+    for row in rows:
+        like = named.get(row.get("as"), {})
+        fields = {**like.get("fields", {}), **row.get("fields", {})}
+        whole.append({**like, **row, "fields": fields})
+        if like:
+            del whole[-1]["as"]
+    return entries(Framework, whole, "frameworks.toml")
 
 
 FRAMEWORKS = frameworks_of(_TABLE["framework"])
 FORMS = (
-    *(form for framework in FRAMEWORKS for form in framework.forms),
-    *map(_form, _TABLE["any"]["lines"]),
+    *(form for framework in FRAMEWORKS for form in framework.lines),
+    *entries(Form, _TABLE["any"]["lines"], "frameworks.toml, any"),
 )
 """How lines of metrics begin and are written: those of frameworks, then any."""
 HINTS = tuple(_TABLE["any"]["hints"])

@@ -4,53 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from tltlab.errors import TraceError
-from tltlab.records import frozen
 
 from .schema import TABLES, Manifest
 
-
-@frozen
-class EngineTrace:
-    """Recording of one of several engines of a run: its tables, and `place`, its location for messages."""
-
-    place: str
-    manifest: Manifest
-    tables: Mapping[str, pa.Table]
-
-    @property
-    def created_s(self) -> float | None:
-        """When the recording began, in seconds since 1970."""
-        return None if self.manifest.created is None else datetime.fromisoformat(self.manifest.created).timestamp()
-
-    @property
-    def times(self) -> dict[int, tuple[float, float]]:
-        """Start and end of each RL step in seconds since 1970, for RL steps in `steps`."""
-        if self.created_s is None or "steps" not in self.tables:
-            return {}
-        starts = self.tables["steps"].select(["rl_step", "t_start"]).to_pandas().set_index("rl_step")["t_start"]
-        lasted = self.tables["outcomes"].select(["rl_step", "t_finish"]).to_pandas().groupby("rl_step")["t_finish"]
-        steps = pd.DataFrame({"start": starts, "lasted": lasted.max()}).dropna(subset="start").fillna(0.0)
-        starts_s = self.created_s + steps["start"]
-        return dict(zip(steps.index.tolist(), zip(starts_s, starts_s + steps["lasted"], strict=True), strict=True))
-
-    def overlaps(self, other: EngineTrace) -> bool:
-        """Return True if both were recorded at once, by engines of the same kind."""
-        same = ("model", "engine", "kind", "source")
-        if any(getattr(self.manifest, name) != getattr(other.manifest, name) for name in same):
-            return False
-        ends = [max((end for _, end in part.times.values()), default=-np.inf) for part in (self, other)]
-        return (other.created_s or 0.0) <= ends[0] and (self.created_s or 0.0) <= ends[1]
+if TYPE_CHECKING:
+    from .trace import Trace
 
 
-def merge_recordings(parts: Sequence[EngineTrace]) -> tuple[Manifest, dict[str, pd.DataFrame]]:
+def created_s(trace: Trace) -> float:
+    """When a recording began, in seconds since 1970; 0 where that is unknown."""
+    return datetime.fromisoformat(trace.manifest.created).timestamp() if trace.manifest.created else 0.0
+
+
+def times(trace: Trace) -> dict[int, tuple[float, float]]:
+    """Start and end of each RL step in seconds since 1970, for RL steps in `steps`."""
+    if trace.manifest.created is None or trace.steps is None:
+        return {}
+    lasted = trace.outcomes.groupby("rl_step")["t_finish"].max()
+    steps = pd.DataFrame({"start": trace.steps.set_index("rl_step")["t_start"], "lasted": lasted})
+    steps = steps.dropna(subset="start").fillna(0.0)
+    starts_s = created_s(trace) + steps["start"]
+    return dict(zip(steps.index.tolist(), zip(starts_s, starts_s + steps["lasted"], strict=True), strict=True))
+
+
+def overlap(one: Trace, other: Trace) -> bool:
+    """Return True if both were recorded at once, by engines of the same kind."""
+    same = ("model", "engine", "kind", "source")
+    if any(getattr(one.manifest, name) != getattr(other.manifest, name) for name in same):
+        return False
+    ends = [max((end for _, end in times(trace).values()), default=-np.inf) for trace in (one, other)]
+    return created_s(other) <= ends[0] and created_s(one) <= ends[1]
+
+
+def merge_recordings(parts: Sequence[Trace]) -> tuple[Manifest, dict[str, pd.DataFrame]]:
     """One trace of what the engines of a run recorded each for itself: workers 0 to N - 1, in this order.
 
     RL steps are taken for one that have one number, or, where numbers do not go together, that overlap in time; times
@@ -60,13 +52,13 @@ def merge_recordings(parts: Sequence[EngineTrace]) -> tuple[Manifest, dict[str, 
     first = parts[0].manifest
     for part in parts:
         if part.manifest.model != first.model:
-            raise TraceError(f"{part.place} is of {part.manifest.model}, {parts[0].place} of {first.model}: two runs")
-        if foreign := {"spans", "spot_training"} & {name for name, table in part.tables.items() if len(table)}:
-            raise TraceError(f"{part.place} has {min(foreign)}, so it is a whole run's, not one engine's")
+            raise TraceError(f"{part.path} is of {part.manifest.model}, {parts[0].path} of {first.model}: two runs")
+        if foreign := {"spans", "spot_training"} & {name for name in part.names if part.num_rows(name)}:
+            raise TraceError(f"{part.path} has {min(foreign)}, so it is a whole run's, not one engine's")
     places, (workers, num_workers) = _places(parts), _workers(parts)
     tables: dict[str, pd.DataFrame] = {}
     for name in TABLES:
-        frames = [part.tables[name].to_pandas().assign(part=n) for n, part in enumerate(parts) if name in part.tables]
+        frames = [table.assign(part=n) for n, part in enumerate(parts) if (table := part.table(name)) is not None]
         if frames:
             tables[name] = _placed(name, pd.concat(frames, ignore_index=True), places, workers)
     keys = tables["workload"]
@@ -80,14 +72,15 @@ def merge_recordings(parts: Sequence[EngineTrace]) -> tuple[Manifest, dict[str, 
             _count_on(rows, "iteration", _offsets(rows, "iteration", ["part", "whole"], ["rl_step"]))
         tables[name] = rows.assign(rl_step=rows["whole"])
     steps = tables.pop("steps", None)
-    if steps is not None and all("steps" in part.tables for part in parts):
+    if steps is not None and all("steps" in part.names for part in parts):
         # One row for each RL step of the whole, since the first recording began.
-        created_s = np.array([part.created_s or 0.0 for part in parts])
-        starts_s = steps["t_start"] + created_s[steps["part"]] - created_s.min()
+        began_s = np.array([created_s(part) for part in parts])
+        starts_s = steps["t_start"] + began_s[steps["part"]] - began_s.min()
         steps = steps[steps["whole"].isin(keys["whole"])].assign(t_start=starts_s, rollout_s=None)
         tables["steps"] = steps.sort_values(["whole", "t_start"], kind="stable").drop_duplicates("whole")
     notes = [note for note in dict.fromkeys(part.manifest.notes for part in parts) if note]
-    notes.append(f"put together from {', '.join(Path(part.place).name for part in parts)}: workers in this order")
+    names = [part.path.name for part in parts if part.path]
+    notes.append(f"put together from {', '.join(names)}: workers in this order")
     hardware = ", ".join(dict.fromkeys(part.manifest.hardware for part in parts if part.manifest.hardware))
     update = {"num_workers": num_workers, "num_rl_steps": None, "notes": "; ".join(notes), "hardware": hardware or None}
     drafters = {name: traits for part in parts for name, traits in part.manifest.drafters.items()}
@@ -105,18 +98,18 @@ _Places = dict[tuple[int, int], tuple[int, float]]
 """For a part's RL step: the RL step of the whole, and the seconds by which the part began later."""
 
 
-def _places(parts: Sequence[EngineTrace]) -> _Places:
-    numbers = [(at, step) for at, part in enumerate(parts) for step in np.unique(part.tables["workload"]["rl_step"])]
-    times = {(at, step): span for at, part in enumerate(parts) for step, span in part.times.items()}
-    if any(piece not in times for piece in numbers):
+def _places(parts: Sequence[Trace]) -> _Places:
+    numbers = [(at, step) for at, part in enumerate(parts) for step in part.rl_steps]
+    spans = {(at, step): span for at, part in enumerate(parts) for step, span in times(part).items()}
+    if any(piece not in spans for piece in numbers):
         return {(at, step): (step, 0.0) for at, step in numbers}
     overlaps: list[list[tuple[int, int]]] = []
     end_s = -np.inf
-    for piece in sorted(numbers, key=lambda piece: times[piece]):
-        if times[piece][0] > end_s:
+    for piece in sorted(numbers, key=lambda piece: spans[piece]):
+        if spans[piece][0] > end_s:
             overlaps.append([])
         overlaps[-1].append(piece)
-        end_s = max(end_s, times[piece][1])
+        end_s = max(end_s, spans[piece][1])
     numbers_agree = all(len({step for _, step in pieces}) == 1 for pieces in overlaps)
     if numbers_agree or _overlap_in_turn(parts, overlaps):
         by_number: dict[int, list[tuple[int, int]]] = {}
@@ -125,15 +118,14 @@ def _places(parts: Sequence[EngineTrace]) -> _Places:
         groups = sorted(by_number.items())
     else:
         groups = list(enumerate(overlaps))
-    starts = {number: min(times[piece][0] for piece in pieces) for number, pieces in groups}
-    return {piece: (number, times[piece][0] - starts[number]) for number, pieces in groups for piece in pieces}
+    starts = {number: min(spans[piece][0] for piece in pieces) for number, pieces in groups}
+    return {piece: (number, spans[piece][0] - starts[number]) for number, pieces in groups for piece in pieces}
 
 
-def _overlap_in_turn(parts: Sequence[EngineTrace], overlaps: Sequence[Sequence[tuple[int, int]]]) -> bool:
+def _overlap_in_turn(parts: Sequence[Trace], overlaps: Sequence[Sequence[tuple[int, int]]]) -> bool:
     """Return True if RL steps of new weights begin before those of old ones end, so that time does not separate any."""
     versions = [
-        dict(zip(*(part.tables["steps"][name].to_pylist() for name in ("rl_step", "policy_version")), strict=True))
-        for part in parts
+        {} if part.steps is None else part.steps.set_index("rl_step")["policy_version"].to_dict() for part in parts
     ]
     return any(
         len({versions[at][step] for at, step in pieces if at == engine}) > 1
@@ -142,12 +134,12 @@ def _overlap_in_turn(parts: Sequence[EngineTrace], overlaps: Sequence[Sequence[t
     )
 
 
-def _workers(parts: Sequence[EngineTrace]) -> tuple[dict[tuple[int, int | None], int], int]:
+def _workers(parts: Sequence[Trace]) -> tuple[dict[tuple[int, int | None], int], int]:
     """The number of each part's workers in the whole, None for one that no response names, and how many there are."""
     numbers: dict[tuple[int, int | None], int] = {}
     num_workers = 0
     for at, part in enumerate(parts):
-        own = sorted(pc.unique(part.tables["outcomes"]["worker"].drop_null()).to_pylist())
+        own = sorted(part.outcomes["worker"].dropna().astype(int).unique().tolist())
         numbers |= {(at, worker): num_workers + n for n, worker in enumerate(own)} | {(at, None): num_workers}
         num_workers += max(1, len(own))
     return numbers, num_workers

@@ -155,9 +155,8 @@ class Recorder:
         self._rows: dict[str, list[pa.Table]] = {}
         self._manifest_fields: dict[str, Any] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tltlab-recorder")
-        self._writing: Future[None] | None = None
-        # Rows and fields that could not be written: they come before those appended since.
-        self._failed: tuple[dict[str, list[pa.Table]], dict[str, Any]] = {}, {}
+        # What a thread writes: its rows and fields come before those appended since where it fails.
+        self._writing: tuple[Future[None], dict[str, list[pa.Table]], dict[str, Any]] | None = None
         # Parts of a table and RL step that this process wrote, in order, with their numbers of rows.
         self._sizes: dict[tuple[str, int], list[tuple[str, int]]] = {}
         refuse_foreign_target(path)
@@ -204,7 +203,7 @@ class Recorder:
         for name in TABLES:
             for place, file in contents.files_of(self.path, name).items():
                 if place not in lost:
-                    yield place, name, StoredTable.open(name, [file], sound=place in (contents.parts or {}))
+                    yield place, name, StoredTable.open(name, [file])
 
     def _keep(self, files: Iterable[tuple[str, str, StoredTable]], rl_steps: int) -> None:
         """Have the recording hold the rows in these files of RL steps before `rl_steps`, and no others."""
@@ -250,9 +249,9 @@ class Recorder:
         fields, self._manifest_fields = self._manifest_fields, {}
         if wait:
             # Here and not in the thread: an interpreter that is about to exit, with a trace to finish, starts none.
-            self._done(lambda: self._write(rows, fields))
+            self._done(lambda: self._write(rows, fields), rows, fields)
         else:
-            self._writing = self._writer.submit(self._write, rows, fields)
+            self._writing = self._writer.submit(self._write, rows, fields), rows, fields
 
     def _write(self, rows: dict[str, list[pa.Table]], fields: dict[str, Any]) -> None:
         try:
@@ -274,11 +273,8 @@ class Recorder:
                     sizes[name, rl_step] = [*before, (place, num_rows)]
             self._commit(self._contents.manifest.model_copy(update=fields), parts)
             self._sizes |= sizes
-        except BaseException as error:
-            self._failed = rows, fields
-            if isinstance(error, OSError):
-                raise self._refused(error) from error
-            raise
+        except OSError as error:
+            raise self._refused(error) from error
 
     def _can_be_joined(self, place: str) -> bool:
         file = self.path / place
@@ -320,16 +316,15 @@ class Recorder:
 
     def _settle(self) -> None:
         """Wait for what is being written."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            self._done(writing.result)
+        if self._writing is not None:
+            (future, *written), self._writing = self._writing, None
+            self._done(future.result, *written)
 
-    def _done(self, write: Callable[[], None]) -> None:
+    def _done(self, write: Callable[[], None], rows: dict[str, list[pa.Table]], fields: dict[str, Any]) -> None:
         """Where `write` fails its rows come before those appended since."""
         try:
             write()
         except BaseException:
-            (rows, fields), self._failed = self._failed, ({}, {})
             for table, since in self._rows.items():
                 rows.setdefault(table, []).extend(since)
             self._rows, self._manifest_fields = rows, fields | self._manifest_fields
@@ -372,7 +367,7 @@ class Recorder:
         with contextlib.suppress(TraceError, RunError):  # the first error is the one to show
             self.flush()
         # Rows that could not be written are dropped, since they may hold much memory.
-        self._rows, self._failed = {}, ({}, {})
+        self._rows = {}
         self._writer.shutdown()
         self._lock.close()
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -192,35 +192,6 @@ class Manifest(FrozenModel):
             datetime.fromisoformat(value)
         return value
 
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a `manifest.json`; keys unknown to this version are ignored. Raises TraceError."""
-        return cls._of(_content(path), path)
-
-    @classmethod
-    def _of(cls, content: Mapping[str, Any], path: Path) -> Self:
-        try:
-            return cls.model_validate({k: v for k, v in content.items() if k in cls.model_fields})
-        except ValidationError as error:
-            raise TraceError(f"{path}: {faults(error)}") from error
-
-
-def _content(path: Path) -> dict[str, Any]:
-    """The JSON object of a manifest of this format and version. Raises TraceError."""
-    try:
-        content: Any = unsealed(read_text(path))
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise TraceError(f"{path}: not JSON, or not what was written: {error}") from error
-    if not isinstance(content, dict):
-        raise TraceError(f"{path}: got a {type(content).__name__}, a manifest is a JSON object")
-    if content.get("format") != FORMAT:
-        raise TraceError(f"{path}: format is {content.get('format')!r}, this reads {FORMAT!r}")
-    if isinstance(content.get("version"), bool) or content.get("version") != VERSION:
-        raise TraceError(f"{path}: version is {content.get('version')!r}, this reads version {VERSION}")
-    return content
-
 
 @frozen
 class Contents:
@@ -237,14 +208,31 @@ class Contents:
 
     @classmethod
     def read(cls, folder: Path) -> Contents:
-        """Read the manifest of a trace, also one of an earlier version, which had sums of whole tables. TraceError."""
+        """Read the manifest of a trace, also one of an earlier version, which had sums of whole tables.
+
+        Keys unknown to this version are ignored. Raises TraceError.
+        """
         file = folder / MANIFEST_FILE
-        content = _content(file)
+        try:
+            content: Any = unsealed(read_text(file))
+        except OSError as error:
+            raise TraceError(f"{file}: cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise TraceError(f"{file}: not JSON, or not what was written: {error}") from error
+        if not isinstance(content, dict):
+            raise TraceError(f"{file}: got a {type(content).__name__}, a manifest is a JSON object")
+        for name, known in (("format", FORMAT), ("version", VERSION)):
+            if isinstance(content.get(name), bool) or content.get(name) != known:
+                raise TraceError(f"{file}: {name} is {content.get(name)!r}, this reads {name} {known!r}")
         parts = content.get(_PARTS, content.get("sums"))
         if parts is not None and not (isinstance(parts, dict) and all(isinstance(s, str) for s in parts.values())):
             raise TraceError(f"{file}: its {_PARTS!r} are no checksums by file")
-        unfinished = content.get(_UNFINISHED) is True
-        return cls(manifest=Manifest._of(content, file), parts=parts, unfinished=unfinished)
+        try:
+            fields = {name: value for name, value in content.items() if name in Manifest.model_fields}
+            manifest = Manifest.model_validate(fields)
+        except ValidationError as error:
+            raise TraceError(f"{file}: {faults(error)}") from error
+        return cls(manifest=manifest, parts=parts, unfinished=content.get(_UNFINISHED) is True)
 
     def write(self, folder: Path) -> None:
         """Replace the manifest, durably and in one move. Raises OSError."""

@@ -72,9 +72,9 @@ class TraceTable(ABC):
     def num_rows(self) -> int:
         return int(self.rows_per_step.sum())
 
-    @abstractmethod
     def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
         """The rows of some RL steps, sorted (stably) by RL step (None: all)."""
+        return self.part(rl_steps).table
 
     @abstractmethod
     def part(self, rl_steps: Sequence[int] | None) -> TablePart:
@@ -98,17 +98,15 @@ class MemoryTable(TraceTable):
         self._bounds = np.append(starts, len(steps))
         self.rows_per_step = np.diff(self._bounds)
 
-    def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
+    def part(self, rl_steps: Sequence[int] | None) -> TablePart:
         if rl_steps is None:
-            return self._table
+            return TablePart.of(self.name, self._table, self.name)
         at = np.flatnonzero(np.isin(self.rl_steps, rl_steps))
         # RL steps that lie side by side are one slice: a column keeps few chunks.
         runs = np.split(at, np.flatnonzero(np.diff(at) > 1) + 1) if len(at) else []
         bounds = [(self._bounds[run[0]], self._bounds[run[-1] + 1]) for run in runs]
-        return pa.concat_tables([self._table[:0], *(self._table[start:end] for start, end in bounds)])
-
-    def part(self, rl_steps: Sequence[int] | None) -> TablePart:
-        return TablePart.of(self.name, self.load(rl_steps), self.name)
+        table = pa.concat_tables([self._table[:0], *(self._table[start:end] for start, end in bounds)])
+        return TablePart.of(self.name, table, self.name)
 
     def select(self, rl_steps: Sequence[int]) -> MemoryTable:
         return MemoryTable(self.name, self.load(rl_steps))
@@ -140,14 +138,11 @@ class StoredTable(TraceTable):
         self.rows_per_step = np.bincount(at, index[:, 3], len(self.rl_steps)).astype(np.int64)
 
     @classmethod
-    def open(cls, name: str, paths: Sequence[Path], *, sound: bool = False) -> StoredTable:
-        """The table in these files, one after the other. Raises TraceError for wrong columns and RL steps.
-
-        Of files that are `sound`, by their checksums, statistics are believed.
-        """
+    def open(cls, name: str, paths: Sequence[Path]) -> StoredTable:
+        """The table in these files, one after the other. Raises TraceError for wrong columns and RL steps."""
         files, indexes, num_bytes = [], [np.zeros((0, 4), np.int64)], 0
         for number, path in enumerate(paths):
-            file, index = _indexed(name, path, sound)
+            file, index = _indexed(name, path)
             files.append(file)
             indexes.append(np.column_stack([np.full(len(index), number), index]))
             num_bytes += sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
@@ -176,7 +171,8 @@ class StoredTable(TraceTable):
         # The footer of a long trace is megabytes; it is parsed once.
         with _open(file.path, file.metadata) as parquet:
             for run in np.split(np.arange(len(groups)), borders):
-                table = _read(parquet, file.path, TABLES[self.name].names, groups[run].tolist())
+                columns = [name for name in TABLES[self.name].names if name in parquet.schema_arrow.names]
+                table = parquet.read_row_groups(groups[run].tolist(), columns=columns)
                 number = np.concatenate([np.arange(*file.bounds[group : group + 2]) for group in groups[run]])
                 if partly[run].any():
                     wanted = np.flatnonzero(np.isin(_rl_steps(self.name, file.path, table), index[:, 2]))
@@ -188,9 +184,9 @@ class StoredTable(TraceTable):
         return conform(TablePart(name=self.name, table=pa.concat_tables(tables), sources=(source,)))
 
 
-def _indexed(name: str, path: Path, sound: bool) -> tuple[_File, Ints]:
+def _indexed(name: str, path: Path) -> tuple[_File, Ints]:
     """A file, and for each of its row groups and RL steps in it how many rows there are, [n, 3]."""
-    with _open(path, None) as parquet:
+    with _open(path) as parquet:
         check_columns(name, str(path), parquet.schema_arrow)
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.metadata.num_row_groups)]
         if max(sizes, default=0) > MOST_ROWS:
@@ -200,13 +196,9 @@ def _indexed(name: str, path: Path, sound: bool) -> tuple[_File, Ints]:
             )
         bounds = np.cumsum([0, *sizes], dtype=np.int64)
         file = _File(path=path, metadata=parquet.metadata, bounds=bounds)
-        # Asked for the statistics of a column whose metadata are damaged Arrow ends the process.
-        only = [_only_rl_step(file.metadata.row_group(i)) if sound else None for i in range(len(sizes))]
-        if None not in only:
-            return file, np.array([*zip(range(len(sizes)), only, sizes, strict=True)], np.int64).reshape(-1, 3)
         found, counts, first = [np.arange(0)], [np.arange(0)], 0
-        for table in _scan(parquet, path):
-            steps = _rl_steps(name, path, table, first)
+        for batch in parquet.iter_batches(_ROWS_AT_ONCE, columns=["rl_step"]):
+            steps = _rl_steps(name, path, pa.table(batch), first)
             group = np.searchsorted(bounds, np.arange(first, first + len(steps)), side="right") - 1
             of_batch, num = np.unique(group * _STEPS + steps, return_counts=True)
             found.append(of_batch)
@@ -218,65 +210,32 @@ def _indexed(name: str, path: Path, sound: bool) -> tuple[_File, Ints]:
         return file, index
 
 
-def _only_rl_step(group: pq.RowGroupMetaData) -> int | None:
-    """The RL step of all rows of a row group, by its statistics; None where they do not say, or there are several."""
-    column = group.column(0)
-    known = column.statistics if column.path_in_schema == "rl_step" else None
-    if known is None or not known.has_min_max or known.null_count or known.min != known.max:
-        return None
-    return known.min if isinstance(known.min, int) and 0 <= known.min < _STEPS else None
-
-
-_DAMAGE = (OSError, pa.ArrowException, UnicodeDecodeError)
-
-
-def _open(path: Path, metadata: pq.FileMetaData | None) -> pq.ParquetFile:
-    if not path.is_file():
-        raise TraceError(f"{path}: not a readable Parquet file: it is no file")
+@contextmanager
+def _open(path: Path, metadata: pq.FileMetaData | None = None) -> Iterator[pq.ParquetFile]:
+    """A Parquet file of a table; what is damaged in it is a TraceError, also within the block."""
     try:
-        return pq.ParquetFile(path, metadata=metadata, page_checksum_verification=True)
-    except _DAMAGE as error:
-        raise TraceError(f"{path}: not a readable Parquet file (cut off?): {error}") from error
-
-
-def _read(parquet: pq.ParquetFile, path: Path, columns: list[str], groups: list[int]) -> pa.Table:
-    names = parquet.schema_arrow.names
-    try:
-        return parquet.read_row_groups(groups, columns=[column for column in columns if column in names])
-    except _DAMAGE as error:
-        raise TraceError(f"{path}: cannot be read (damaged?): {error}") from error
-
-
-def _scan(parquet: pq.ParquetFile, path: Path) -> Iterator[pa.Table]:
-    """The RL steps of all rows, some at a time."""
-    try:
-        for batch in parquet.iter_batches(_ROWS_AT_ONCE, columns=["rl_step"]):
-            yield pa.Table.from_batches([batch])
-    except _DAMAGE as error:
-        raise TraceError(f"{path}: cannot be read (damaged?): {error}") from error
+        if not path.is_file():
+            raise OSError("it is no file")
+        with pq.ParquetFile(path, metadata=metadata, page_checksum_verification=True) as parquet:
+            yield parquet
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: not a readable Parquet file (cut off, or damaged?): {error}") from error
 
 
 class ReadTable(TraceTable):
-    """Some RL steps of a stored table; what is selected of it shares the rows, read when one of them is first used."""
+    """A stored table, or some RL steps of it, whose rows are read together when one of them is first used."""
 
-    def __init__(self, stored: StoredTable, rl_steps: Sequence[int], memory: Callable[[], MemoryTable] | None = None):
-        selected = np.isin(stored.rl_steps, rl_steps)
-        self.rl_steps, self.rows_per_step = stored.rl_steps[selected], stored.rows_per_step[selected]
+    def __init__(self, stored: StoredTable, memory: Callable[[], MemoryTable] | None = None):
+        self.rl_steps, self.rows_per_step = stored.rl_steps, stored.rows_per_step
         self._stored = stored
         self._memory = memory or cache(lambda: MemoryTable(stored.name, stored.load(None)))
 
-    def _matching(self, rl_steps: Sequence[int] | None) -> list[int]:
-        chosen = self.rl_steps if rl_steps is None else self.rl_steps[np.isin(self.rl_steps, rl_steps)]
-        return list(chosen.tolist())
-
-    def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
-        return self._memory().load(self._matching(rl_steps))
-
     def part(self, rl_steps: Sequence[int] | None) -> TablePart:
-        return self._memory().part(self._matching(rl_steps))
+        chosen = self.rl_steps if rl_steps is None else np.intersect1d(self.rl_steps, rl_steps)
+        return self._memory().part(chosen.tolist())
 
     def select(self, rl_steps: Sequence[int]) -> ReadTable:
-        return ReadTable(self._stored, self._matching(rl_steps), self._memory)
+        return ReadTable(self._stored.select(rl_steps), self._memory)
 
 
 def damaged(folder: Path, contents: Contents) -> list[str]:

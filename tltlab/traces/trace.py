@@ -18,7 +18,7 @@ from tltlab.drafters.specs import Drafters
 from tltlab.errors import TraceError
 from tltlab.files import in_progress
 
-from .engines import EngineTrace, merge_recordings
+from .engines import merge_recordings, overlap
 from .schema import KEY, MANIFEST_FILE, REQUIRED_TABLES, TABLES, Contents, Manifest, is_trace
 from .storage import (
     MemoryTable,
@@ -82,10 +82,9 @@ class Trace:
         [0, 1]
         """
         sources: dict[str, TraceTable] = {**_checked(tables, manifest.without_iterations)}
-        rl_steps = _steps_of(sources)
         if manifest.num_rl_steps is None:
-            manifest = manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
-        return cls(manifest, sources, rl_steps)
+            return _counted(manifest, sources, None)
+        return cls(manifest, sources, _steps_of(sources))
 
     def arrow(self, name: str, rl_step: int | None = None) -> pa.Table | None:
         """A table, or its rows of one RL step, as Arrow; None where the trace has no such table."""
@@ -148,7 +147,7 @@ class Trace:
         """
         for part in self.parts():
             shared = {
-                name: ReadTable(table, table.rl_steps.tolist()) if isinstance(table, StoredTable) else table
+                name: ReadTable(table) if isinstance(table, StoredTable) else table
                 for name, table in part.tables.items()
             }
             yield from (self._of_steps([rl_step], [rl_step], shared) for rl_step in part.rl_steps)
@@ -181,8 +180,7 @@ class Trace:
             name: table.select([rl_step for rl_step in table.rl_steps.tolist() if keeps(name, rl_step)])
             for name, table in self.tables.items()
         }
-        rl_steps = _steps_of(tables)
-        return Trace(self.manifest.model_copy(update={"num_rl_steps": len(rl_steps)}), tables, rl_steps, self.path)
+        return _counted(self.manifest, tables, self.path)
 
     def replace(self, *, manifest: Manifest | None = None, **tables: pd.DataFrame | pa.Table | None) -> Trace:
         """The same trace with some tables (None: without them) or the manifest replaced, checked anew."""
@@ -239,15 +237,9 @@ def read(path: str | Path) -> Trace:
 
 def together(traces: Sequence[Trace]) -> Trace:
     """One trace of what several engines of a run recorded, in memory: see `engines.merge_recordings`."""
-    parts = [_engine_trace(trace) for trace in traces]
-    manifest, tables = merge_recordings(parts)
-    report(Path(parts[0].place), (manifest.notes or "").rpartition("; ")[2])
+    manifest, tables = merge_recordings(traces)
+    report(traces[0].path or Path("a trace"), (manifest.notes or "").rpartition("; ")[2])
     return Trace.from_tables(manifest, tables)
-
-
-def _engine_trace(trace: Trace) -> EngineTrace:
-    tables = {name: table for name in trace.names if (table := trace.arrow(name)) is not None}
-    return EngineTrace(place=str(trace.path or "a trace"), manifest=trace.manifest, tables=tables)
 
 
 def _only_run(folder: Path) -> Path:
@@ -286,11 +278,10 @@ def _engines(first: Path, trace: Trace) -> list[Trace]:
             traces[at] = read_one(locate(first.parent / name))
         except TraceError as error:
             report(first, f"not put together with {name}: {error}")
-    parts = {at: _engine_trace(recorded) for at, recorded in traces.items()}
     run, reached = {number}, [number]
     while reached:
-        part = parts[reached.pop()]
-        overlapping = [at for at in parts if at not in run and part.overlaps(parts[at])]
+        part = traces[reached.pop()]
+        overlapping = [at for at in traces if at not in run and overlap(part, traces[at])]
         run.update(overlapping)
         reached += overlapping
     return [traces[at] for at in sorted(run)] if min(run) == number else [trace]
@@ -340,14 +331,14 @@ def as_far_as_recorded(trace: Trace, notes: list[str]) -> Trace:
         notes.append(f"{under_way} requests (rl_step {steps}) have no outcome")
         # An RL step of nothing else would be one without responses.
         tables = {**tables, "workload": workload}
-    rl_steps, manifest = _steps_of(tables), trace.manifest
+    manifest = trace.manifest
     if manifest.without_iterations is not None:
         there = {*tables["iterations"].rl_steps.tolist()} if "iterations" in tables else set()
         lost = sorted({*tables["outcomes"].rl_steps.tolist()} - there - {*manifest.without_iterations})
         if lost:
             notes.append(f"no iterations of rl_step {_few(lost)} are durable")
             manifest = manifest.model_copy(update={"without_iterations": (*manifest.without_iterations, *lost)})
-    return Trace(manifest.model_copy(update={"num_rl_steps": len(rl_steps)}), tables, rl_steps, trace.path)
+    return _counted(manifest, tables, trace.path)
 
 
 def with_notes(manifest: Manifest, notes: list[str]) -> Manifest:
@@ -394,14 +385,12 @@ def open_trace(path: Path, contents: Contents) -> Trace:
         files = contents.files_of(path, name)
         has_none = contents.parts is not None and not any(part.startswith(name) for part in contents.parts)
         if files or (name in REQUIRED_TABLES and has_none):
-            sound = files.keys() <= set(contents.parts or ())
-            tables[name] = StoredTable.open(name, [*files.values()], sound=sound)
+            tables[name] = StoredTable.open(name, [*files.values()])
         elif name in REQUIRED_TABLES:
             raise TraceError(f"{path / name}.parquet: missing; a trace has {' and '.join(REQUIRED_TABLES)}")
-    rl_steps, manifest = _steps_of(tables), contents.manifest
     if contents.unfinished:
-        manifest = manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
-    return Trace(manifest, tables, rl_steps, path)
+        return _counted(contents.manifest, tables, path)
+    return Trace(contents.manifest, tables, _steps_of(tables), path)
 
 
 def _checked(
@@ -460,6 +449,12 @@ def _chunks(tables: Mapping[str, TraceTable]) -> list[list[int]]:
         size[np.searchsorted(steps, table.rl_steps)] += table.rows_per_step * table.row_bytes
     chunk = (np.cumsum(size) // CHUNK_BYTES).astype(np.int64)
     return [run.tolist() for run in np.split(steps, np.flatnonzero(np.diff(chunk)) + 1) if len(run)]
+
+
+def _counted(manifest: Manifest, tables: Mapping[str, TraceTable], path: Path | None) -> Trace:
+    """A trace whose manifest has the number of RL steps in its tables."""
+    rl_steps = _steps_of(tables)
+    return Trace(manifest.model_copy(update={"num_rl_steps": len(rl_steps)}), tables, rl_steps, path)
 
 
 def _steps_of(tables: Mapping[str, TraceTable]) -> list[int]:

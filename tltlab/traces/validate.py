@@ -65,11 +65,12 @@ class TablePart:
         file, number = self.place(row)
         raise TraceError(f"{file}: column {column}, row {number}{self._key(row)}: {message}")
 
-    def require(self, ok: Flags, column: str, message: str) -> None:
-        """Every row must be ok; `{}` in the message is the offending value."""
+    def require(self, ok: Flags, column: str, message: str, *others: Any) -> None:
+        """Every row must be ok; the first `{}` in the message is the offending value, others are those of its row."""
         if not ok.all():
             row = int(np.argmin(ok))
-            self.fault(column, row, message.format(repr(self.table[column][row].as_py())))
+            values = [other[row] for other in others]
+            self.fault(column, row, message.format(repr(self.table[column][row].as_py()), *values))
 
     def numpy(self, column: str) -> Any:
         """A numeric column as an array, null as 0."""
@@ -148,9 +149,7 @@ def check(parts: Mapping[str, TablePart], without_iterations: Collection[int] | 
     outcomes.require(at >= 0, "prompt_id", "got {}: this outcome has no row in workload.parquet")
     tokens = outcomes.numpy("response_tokens")
     caps = workload.numpy("max_response_tokens")[at]
-    if (over := tokens > caps).any():
-        row = int(np.argmax(over))
-        outcomes.fault("response_tokens", row, f"got {tokens[row]}, its max_response_tokens is {caps[row]}")
+    outcomes.require(tokens <= caps, "response_tokens", "got {}, its max_response_tokens is {}", caps)
     if without_iterations is not None:
         steps = outcomes.numpy("rl_step")
         there = parts["iterations"].numpy("rl_step") if "iterations" in parts else np.arange(0)
@@ -179,40 +178,34 @@ def check_values(part: TablePart) -> None:
         aborted = pc.equal(part.table["finish_reason"], "abort").to_numpy()
         ok = (part.numpy("response_tokens") >= 1) | aborted
         part.require(ok, "response_tokens", 'got {}, it must be at least 1 (0 only with finish_reason "abort")')
-        timed = part.is_known("t_submit") & part.is_known("t_finish")
-        if (early := timed & (part.numpy("t_finish") < part.numpy("t_submit"))).any():
-            row = int(np.argmax(early))
-            submitted, finished = part.table["t_submit"][row].as_py(), part.table["t_finish"][row].as_py()
-            part.fault("t_finish", row, f"got {finished}, before its t_submit {submitted}")
+        submitted = part.numpy("t_submit")
+        ok = ~part.is_known("t_finish") | (part.numpy("t_finish") >= submitted)
+        part.require(ok, "t_finish", "got {}, before its t_submit {}", submitted)
     if part.name == "decisions":
         chance = part.numpy("propensity")
         part.require((chance > 0) & (chance <= 1), "propensity", "got {}, it must be a probability above 0")
     if part.name == "acceptance":
         lengths, column = _flat(part.table["accept_if_drafted"])
-        accepted = column.to_numpy()
-        if (over := accepted > np.repeat(part.numpy("max_depth"), lengths)).any():
+        depths = part.numpy("max_depth")
+        if (over := column.to_numpy() > np.repeat(depths, lengths)).any():
             row = _row_of(over, lengths)
-            depth = part.table["max_depth"][row].as_py()
-            part.fault("accept_if_drafted", row, f"got {accepted[over][0]}, more than max_depth {depth}")
+            part.fault("accept_if_drafted", row, f"got {column[np.argmax(over)]}, more than max_depth {depths[row]}")
     if part.name == "spot_training":
         lengths, column = _flat(part.table["accept"])
-        chances = column.to_numpy()
-        if (wrong := (chances < -_ROUNDING) | (chances > 1 + _ROUNDING)).any():
-            part.fault("accept", _row_of(wrong, lengths), f"got {chances[wrong][0]}, it must be a probability")
+        if (wrong := np.abs(column.to_numpy() - 0.5) > 0.5 + _ROUNDING).any():
+            part.fault("accept", _row_of(wrong, lengths), f"got {column[np.argmax(wrong)]}, it must be a probability")
 
 
 def _can_hold(got: pa.DataType, want: pa.DataType) -> bool:
-    if pa.types.is_dictionary(got):
+    """Return True if both are lists of what can hold each other, texts or numbers; of nothing, a null, all can."""
+    kinds = pa.types
+    if kinds.is_dictionary(got):
         got = got.value_type
-    if pa.types.is_null(got):
-        return True
-    if pa.types.is_list(want):
-        is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list,
-                   pa.types.is_list_view, pa.types.is_large_list_view)  # fmt: skip
-        return any(test(got) for test in is_list) and _can_hold(got.value_type, want.value_type)
-    if pa.types.is_string(want):
-        return bool(pa.types.is_string(got) or pa.types.is_large_string(got) or pa.types.is_string_view(got))
-    return bool(pa.types.is_integer(got) or pa.types.is_floating(got))
+    if kinds.is_list(want):
+        return kinds.is_null(got) or (hasattr(got, "value_type") and _can_hold(got.value_type, want.value_type))
+    if kinds.is_string(want):
+        return got in (pa.null(), pa.string(), pa.large_string(), pa.string_view())
+    return bool(kinds.is_null(got) or kinds.is_integer(got) or kinds.is_floating(got))
 
 
 def _require_utf_8(part: TablePart, name: str, column: pa.ChunkedArray) -> None:
@@ -289,7 +282,7 @@ def _check_list_lengths(part: TablePart, response_tokens: Ints) -> None:
     for field in part.table.schema:
         if field.name in _PER_TOKEN:
             listed = part.is_known(field.name)
-            lengths = pc.list_value_length(part.table[field.name]).fill_null(0).to_numpy()
+            lengths, _ = _flat(part.table[field.name])
             if (wrong := listed & (lengths != response_tokens)).any():
                 row = int(np.argmax(wrong))
                 want = response_tokens[row]

@@ -154,16 +154,16 @@ def test_frameworks_call_a_field_by_their_names(tmp_path, name):
 @pytest.mark.parametrize(
     ("row", "facts"),
     [
-        ({"name": "Ours", "marks": ["^ours/"], "rolout_s": ["ours/generate"]}, ("entry Ours", "rolout_s", "rollout_s")),
+        ({"name": "Ours", "marks": "^ours/", "fields": {"rolout_s": ["ours/generate"]}}, ("entry Ours", "rolout_s")),
         ({"name": "Ours"}, ("entry Ours", "marks")),
-        ({"marks": ["^ours/"]}, ("entry 2", "name")),
-        ({"name": "Ours", "marks": ["^ours/("]}, ("entry Ours", "^ours/(")),
-        ({"name": "Ours", "marks": ["^ours/"], "as": "Theirs"}, ("entry Ours", "Theirs")),
+        ({"marks": "^ours/"}, ("entry 2", "name")),
+        ({"name": "Ours", "marks": "^ours/("}, ("entry Ours", "marks")),
+        ({"name": "Ours", "marks": "^ours/", "as": "Theirs"}, ("entry Ours", "as")),
     ],
 )
 def test_a_wrong_entry_of_the_table_is_named(row, facts):
     with refused(ConfigError, naming=("frameworks.toml", *facts)):
-        frameworks_of([{"name": "verl", "marks": ["^timing_s/"]}, row])
+        frameworks_of([{"name": "verl", "marks": "^timing_s/"}, row])
 
 
 @pytest.mark.parametrize("name", [*LINES, "key=value"])
