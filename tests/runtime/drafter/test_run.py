@@ -229,8 +229,6 @@ class Story:
 
     def close(self):
         self.run.close()
-        for worker in self.workers:
-            worker.feed.close()
 
 
 @pytest.fixture(scope="module")
@@ -312,8 +310,6 @@ def test_a_drafter_continues_from_a_checkpoint(story, tmp_path):
             resumed.load_state_dict(state, saved)
     finally:
         resumed.close()
-        for worker in workers:
-            worker.feed.close()
 
 
 def test_a_gate_passes_only_a_better_drafter(story, monkeypatch):
