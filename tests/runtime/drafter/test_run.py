@@ -375,10 +375,10 @@ def test_a_dying_trainer_costs_a_checkpoint_its_data(story, tmp_path):
     story.trainers(partial(dies_writing, folder=saved), 2)
     story.run.state_dict(saved)
     found = {path.name for path in saved.iterdir()}
-    assert found >= {"data-1.safetensors", "drafter.safetensors", "drafter_training.safetensors"}
+    assert found >= {"data-1.pt", "drafter.safetensors", "drafter_training.safetensors"}
     assert not [name for name in found if "data-2" in name]
-    data = read_data(saved / "data-1.safetensors")
-    assert [sequence.key for sequence in data.sequences] == had[1]
+    sequences, _ = read_data(saved / "data-1.pt")
+    assert [sequence.key for sequence in sequences] == had[1]
     story.restarted(2, pid)
 
 
@@ -387,7 +387,7 @@ def dies_writing(trainer, folder):
 
     def die(timeout_s):
         folder.mkdir(exist_ok=True)
-        write_file(folder / ".data-2.safetensors.tltlab-x" / "data-2.safetensors", "half")
+        write_file(folder / ".data-2.pt.tltlab-x" / "data-2.pt", "half")
         os._exit(1)
 
     trainer._feed.settle = die
