@@ -400,7 +400,7 @@ class DrafterRun(Drafting):
         """Write the drafter to `drafter/final`, as a head's folder."""
         head = load_head(self.head)
         if self.served.weights is not None:
-            head.take_serving_weights(self.served.weights)
+            head.load_state_dict(self.served.weights)
         with new_folder(self.out / "final") as folder:
             head.save(folder)
 

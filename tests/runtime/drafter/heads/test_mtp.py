@@ -56,7 +56,7 @@ def test_it_is_read_saved_and_read_again(mimo, random_model, tmp_path):
     assert same(head, again)
     other = fresh_mtp(head.config, 0)
     assert not same(head, other)
-    other.take_serving_weights(head.serving_weights())
+    other.load_state_dict(head.serving_weights())
     assert same(head, other)
     assert all(name.startswith("model.mtp_layers.0.") for name in head.serving_weights())
     source = ExportSource(head=tmp_path / "head", target=mimo, prompts=mimo / "heldout.jsonl")
