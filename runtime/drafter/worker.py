@@ -35,7 +35,7 @@ from tltlab.runtime.run.memory import ProcessMemory, tensor_bytes
 
 from .feed import SequenceReceiver
 from .group import LOOPBACK, DrafterGroup, GroupLost, gather, rendezvous_store, tokens_of_member
-from .heads.head import DrafterHead, check_tensors
+from .heads.head import DrafterHead
 from .heads.layouts import load_head
 from .heads.target import FrozenTarget, Tensors
 from .offline.chains import kept_along
@@ -161,8 +161,8 @@ class SpotTrainer:
         )
         self.publish(state, rl_step)
         self.checkpoint = DrafterCheckpoint(place.folder)
-        saved = self.training.state_dict()
-        if self.checkpoint.load(saved) and int(saved["counters"][0]) >= self.training.updates:
+        saved = self.checkpoint.load()
+        if saved is not None and int(saved["counters"][0]) >= self.training.updates:
             self.training.load_state_dict(saved)
         # Before a rollout waits for it.
         self.training.warm_up()
@@ -672,24 +672,15 @@ class DrafterCheckpoint:
         if writing is not None and (error := writing.exception()) is not None:
             self._failed("not saved, the one before it stays", error)
 
-    def load(self, state: Tensors) -> bool:
-        """Read the file into `state`'s tensors, in place; False where there is none.
-
-        False too for an unreadable one, whose error goes to `failures`; `state` stays unchanged.
-        """
+    def load(self) -> dict[str, Tensor] | None:
+        """Return the state in the file; None where there is none that can be read, whose error goes to `failures`."""
         self.finish()
-        if not self.path.exists():
-            return False
-        try:
-            tensors = load_file(self.path)
-            check_tensors("not a state of this drafter", state, tensors)
-        except (OSError, SafetensorError, ConfigError) as error:
-            self._failed("cannot be read", error)
-            return False
-        with torch.no_grad():
-            for name, value in state.items():
-                value.copy_(tensors[name])
-        return True
+        if self.path.exists():
+            try:
+                return load_file(self.path)
+            except (OSError, SafetensorError) as error:
+                self._failed("cannot be read", error)
+        return None
 
     def close(self) -> None:
         """Wait for the save under way and release the buffers."""

@@ -166,13 +166,11 @@ def test_a_meeting_point_listens_at_one_address(point):
     host, port = point.address.split(":")
     with socket.create_connection((host, int(port))), refused(OSError, naming=("refused",)):
         socket.create_connection(("127.0.0.9", int(port)))
-    with refused(RunError, naming=("127", port)):
-        RendezvousServer(port=int(port))
+    with refused(RunError, naming=("192.0.2.1",)):
+        RendezvousServer("192.0.2.1")
 
 
 def test_what_cannot_be_is_the_callers_mistake(point):
     store = rendezvous_store(point.address, "term-1", 1.0)
-    with refused(ConfigError, naming=("0", "1")):
-        DrafterGroup.join(store, 2, 2, 1.0)
     with refused(ConfigError, naming=("CUDA",)):
         DrafterGroup.join(store, 0, 2, 1.0, backend="nccl")
