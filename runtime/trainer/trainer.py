@@ -174,7 +174,6 @@ class Trainer:
             self.reference = BasePolicy(self.policy) if config.kl_coef else None
         elif config.kl_coef:
             self.reference = load().requires_grad_(False)
-        self._bad_loss: set[int] = set()  # kept samples of micro-batches whose loss was not finite
         if name := self._infinite_weight():
             raise ConfigError(f"{model}: its weight {name} holds NaN or infinite numbers: train from a whole model")
         # Dropout would change log-probs from those that drew the tokens.
@@ -213,7 +212,6 @@ class Trainer:
         RunError where a log-prob is not finite.
         """
         self._samples = list(samples)
-        self._bad_loss.clear()
         config = self.config
         self._rank_of = [0] * len(samples) if rank_of is None else list(rank_of)
         both = self._own_logprobs(self.policy, list(range(len(samples))), entropy=True)
@@ -443,10 +441,9 @@ class Trainer:
         # has the gradient of its own tokens.
         (terms.loss * self.world).backward()
         corrected = float((token_weight * correction).sum())
-        loss = float(terms.loss.detach())
-        if not math.isfinite(loss):
-            self._bad_loss.update(rows)
-        return torch.tensor([loss, terms.clip_fraction / whole, terms.kl / whole, corrected / computed])
+        return torch.tensor(
+            [float(terms.loss.detach()), terms.clip_fraction / whole, terms.kl / whole, corrected / computed]
+        )
 
     def _penalised(self, reference: Sequence[Tensor]) -> list[Sample]:
         """Return the kept samples, their rewards less kl_coef times the estimated KL, summed over the response.
@@ -467,10 +464,10 @@ class Trainer:
         value = float(whole_tensor(norm))
         if not math.isfinite(value):
             self._refuse_new_weights(rl_step)
-            losses = [torch.tensor([math.nan if i in self._bad_loss else 0.0]) for i in range(len(self._samples))]
-            hint = "the weights were left as they are: lower train.lr or look at the rewards and log-probs of that step"
-            self._refuse_infinite(losses, f"RL step {rl_step}: the gradient's norm is {value} and the losses", hint)
-            raise RunError(f"RL step {rl_step}: the gradient's norm is {value}; {hint}")
+            raise RunError(
+                f"RL step {rl_step}: the gradient's norm is {value}; the weights were left as they are: lower train.lr "
+                "or look at the rewards and log-probs of that step"
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
