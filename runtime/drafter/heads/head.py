@@ -437,19 +437,6 @@ def mtp_weights(target_folder: str | Path) -> dict[str, Tensor]:
     return read_weights(folder, MtpHead(layer_config(read_config(folder))).state_dict())
 
 
-def fresh_mtp(target: PretrainedConfig, seed: int) -> MtpHead:
-    """Return an MTP layer of random weights for a target of this shape; its branches add nothing yet."""
-    head = MtpHead(layer_config(target))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, value in sorted(head.named_parameters()):
-            if value.dim() == 2:
-                value.normal_(0.0, value.shape[1] ** -0.5, generator=generator)
-            if name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
-                value.zero_()
-    return head
-
-
 def save_with_mtp(model: Any, folder: str | Path, weights: Tensors, layer: Tensors) -> None:
     """Write a transformers model as a MiMo: its `weights`, and those of the MTP `layer` that it lacks."""
     model.save_pretrained(folder, state_dict={**weights, **layer}, max_shard_size="5GB")
