@@ -240,15 +240,6 @@ class SampledAnswer:
     num_before: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """A round's answers, and the numbers of verified and accepted draft tokens."""
-
-    answers: list[SampledAnswer]
-    num_drafted: int
-    num_accepted: int
-
-
 def settings(vllm_args: Mapping[str, Any]) -> dict[str, Any]:
     """Return vLLM arguments of a small engine in full precision, like the reference; `vllm_args` override."""
     memory = {"kv_cache_memory_bytes": 64 << 20} if on_cpu() else {"gpu_memory_utilization": 0.1}
@@ -256,17 +247,21 @@ def settings(vllm_args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class AuditedEngine:
-    """An `Engine` on the tiny target that runs at most `max_num_seqs` requests at once."""
+    """An `Engine` on the tiny target that runs at most `max_num_seqs` requests at once.
+
+    `num_drafted` and `num_accepted` are the verified and accepted draft tokens since it was prepared.
+    """
 
     def __init__(self, engine: Engine, max_num_seqs: int) -> None:
         self.engine = engine
         self.max_num_seqs = max_num_seqs
-        self._round = 0
+        self._round = self.num_drafted = self.num_accepted = 0
 
     def prepare(self, policy: Policy) -> None:
         """Draft by `policy` from now on, with an empty history."""
         self.engine.set_policy(policy, (self._round,))
         self.engine.forget()
+        self.num_drafted = self.num_accepted = 0
 
     def remember(self, prompt: int, responses: Sequence[Sequence[int]]) -> None:
         """Add earlier responses to a prompt, by its number, to the drafters."""
@@ -282,7 +277,7 @@ class AuditedEngine:
 
     def ask(
         self, requests: Sequence[AuditRequest], *, ignore_eos: bool = False, update: Callable[[], None] | None = None
-    ) -> Answers:
+    ) -> list[SampledAnswer]:
         """Answer all requests; `update` is called once, while they run."""
         self._round += 1
         num_before: dict[Key, int] = {}
@@ -313,16 +308,14 @@ class AuditedEngine:
             temperature=1.0,
             until=until,
         )
-        return Answers(
-            answers=[
-                SampledAnswer(
-                    request=a, tokens=tuple(r.token_ids), logprobs=tuple(r.logprobs), num_before=num_before.get(r.key)
-                )
-                for a, r in zip(requests, rollout.responses, strict=True)
-            ],
-            num_drafted=sum(rollout.iterations["num_drafted"].to_pylist()),
-            num_accepted=sum(rollout.iterations["num_accepted"].to_pylist()),
-        )
+        self.num_drafted += sum(rollout.iterations["num_drafted"].to_pylist())
+        self.num_accepted += sum(rollout.iterations["num_accepted"].to_pylist())
+        return [
+            SampledAnswer(
+                request=a, tokens=tuple(r.token_ids), logprobs=tuple(r.logprobs), num_before=num_before.get(r.key)
+            )
+            for a, r in zip(requests, rollout.responses, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,7 +464,7 @@ class Auditor:
             engine.remember(prompt, responses)
         if case.composition == "greedy":
             return self._greedy(case, engine)
-        rounds_answered: list[Answers] = []
+        answers: list[SampledAnswer] = []
         for number, requests in enumerate(rounds(case, engine.max_num_seqs, self.num_samples)):
             update = None
             if case.composition == "updates":
@@ -479,28 +472,21 @@ class Auditor:
             elif case.composition == "updates while running":
                 engine.update_weights(self.weights[0])
                 update = lambda: engine.update_weights(self.weights[1])  # noqa: E731
-            rounds_answered.append(engine.ask(requests, update=update))
+            answers += engine.ask(requests, update=update)
         if case.composition.startswith("updates"):
             engine.update_weights(self.weights[0])
-        total = Answers(
-            answers=[answer for each in rounds_answered for answer in each.answers],
-            num_drafted=sum(each.num_drafted for each in rounds_answered),
-            num_accepted=sum(each.num_accepted for each in rounds_answered),
-        )
-        ranks, logprob_error = self.ranks(total.answers)
+        ranks, logprob_error = self.ranks(answers)
         figures, reasons = {"ranks": self._figures(ranks)}, []
         # A token's probability there depends on the time of the weight change: no joint distribution is known.
         if case.composition != "updates while running":
-            figures = {"cells": self._figures(self.cells(total.answers)), **figures}
+            figures = {"cells": self._figures(self.cells(answers)), **figures}
         for name, subject in (("cells", f"the first {JOINT_TOKENS} tokens"), ("ranks", "the tokens' ranks")):
             if name in figures and not figures[name]["passed"]:
                 reasons.append(f"{subject} are off: p = {figures[name]['p_value']:.1e}")
         if not logprob_error <= LOGPROB_TOLERANCE:
             reasons.append(f"log-probs are off by up to {logprob_error:.1e}")
-        row = sampled_row(case, total, reasons)
-        main = figures.get("cells", figures["ranks"])
-        row |= {name: value for name, value in main.items() if name != "passed"}
-        return row | {"ranks": figures["ranks"], "logprob_error": finite(logprob_error)}
+        main = {name: value for name, value in figures.get("cells", figures["ranks"]).items() if name != "passed"}
+        return sampled_row(case, engine, reasons, **main, ranks=figures["ranks"], logprob_error=finite(logprob_error))
 
     def _figures(self, check: ChiSquare) -> dict[str, Any]:
         return {
@@ -557,14 +543,13 @@ class Auditor:
     def _greedy(self, case: AuditCase, engine: AuditedEngine) -> dict[str, Any]:
         """Test that every token is the exact model's likeliest, as plain decoding's are."""
         requests = [AuditRequest(prompt=n % 2, sampling=case.sampling, max_tokens=40 + n) for n in range(8)]
-        answers = engine.ask(requests, ignore_eos=True)
         wrong = 0
-        for answer in answers.answers:
+        for answer in engine.ask(requests, ignore_eos=True):
             logits = self.before.logits(PROMPTS[answer.request.prompt], [answer.tokens])[0].numpy()
             gaps = logits.max(1) - logits[np.arange(len(logits)), list(answer.tokens)]
             wrong += bool((gaps > LOGPROB_TOLERANCE).any()) or len(answer.tokens) != answer.request.max_tokens
         reasons = [f"{wrong} of {len(requests)} responses are not plain decoding's"] if wrong else []
-        return sampled_row(case, answers, reasons) | {"statistic": float(wrong), "sample_size": len(requests)}
+        return sampled_row(case, engine, reasons, statistic=float(wrong), sample_size=len(requests))
 
 
 def strata(answers: Sequence[SampledAnswer]) -> dict[AuditRequest, list[SampledAnswer]]:
@@ -575,16 +560,16 @@ def strata(answers: Sequence[SampledAnswer]) -> dict[AuditRequest, list[SampledA
     return groups
 
 
-def sampled_row(case: AuditCase, sampled: Answers, reasons: Sequence[str]) -> dict[str, Any]:
+def sampled_row(case: AuditCase, engine: AuditedEngine, reasons: Sequence[str], **figures: Any) -> dict[str, Any]:
     """Return the row of a sampled case. A case with too few drafts is not tested, which is no pass."""
-    drafted, accepted = sampled.num_drafted, sampled.num_accepted
+    drafted, accepted = engine.num_drafted, engine.num_accepted
     tested = accepted > 0 if case.composition == "greedy" else min(accepted, drafted - accepted) >= LEAST_DRAFTS
     if reasons or tested:
         verdict, reason = ("failed" if reasons else "passed"), "; ".join(reasons) or None
     else:
         verdict = "not tested"
         reason = f"{drafted} tokens drafted and {accepted} accepted: too few for a test"
-    return unsampled_row(case, verdict, reason) | {"num_drafted": drafted, "num_accepted": accepted}
+    return unsampled_row(case, verdict, reason) | {"num_drafted": drafted, "num_accepted": accepted, **figures}
 
 
 def unsampled_row(case: AuditCase, verdict: str, reason: str | None) -> dict[str, Any]:

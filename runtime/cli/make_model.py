@@ -25,13 +25,7 @@ def make_model(
             "or calculator (sums, with a tool that the model calls)."
         ),
     ] = "subset-sum",
-    mtp: Annotated[
-        bool, typer.Option(help="A MiMo in place of a Llama, with a trained MTP layer that can draft for it.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder to write; default models/TASK-SIZE, or models/TASK-SIZE-mtp."),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; default models/TASK-SIZE.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same weights on the same machine.")] = 0,
     json: Json = False,
 ) -> None:
@@ -44,8 +38,8 @@ def make_model(
     # torch and transformers take seconds to import: --help must not wait for them.
     from tltlab.runtime.models.make import make_model as make
 
-    out = out or Path("models") / f"{task}-{size}{'-mtp' if mtp else ''}"
-    report = make(out, size=size, task=task, seed=seed, progress=progress, mtp=mtp)
+    out = out or Path("models") / f"{task}-{size}"
+    report = make(out, size=size, task=task, seed=seed, progress=progress)
     emit({"out": str(out), **report}, as_json=json, text=_text(out, report))
 
 

@@ -46,19 +46,18 @@ class GroupLost(RunError):
 class RendezvousServer:
     """The store where members of a run's groups meet, at `address`, HOST:PORT, until `close`.
 
-    It listens at `host` alone, at a free port unless one is given. RunError where it cannot. The entries of groups, a
-    few hundred bytes each, end with it.
+    It listens at `host` alone, at a free port. RunError where it cannot. The entries of groups, a few hundred bytes
+    each, end with it.
     """
 
-    def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
+    def __init__(self, host: str = LOOPBACK) -> None:
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
+            listener.bind((host, 0))
             listener.listen(1024)
         except OSError as error:
             listener.close()
-            raise RunError(f"drafter trainers cannot meet at {host}:{port}: {error.strerror}") from error
+            raise RunError(f"drafter trainers cannot meet at {host}: {error.strerror}") from error
         port = listener.getsockname()[1]
         # By default the store would listen at every address of the machine.
         self._store: TCPStore | None = TCPStore(
@@ -126,8 +125,6 @@ class DrafterGroup:
         gloo; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an interface instead). "auto" is nccl where every member
         has its own CUDA device and gloo elsewhere. Raises GroupLost where a member does not come.
         """
-        if not 0 <= rank < world:
-            raise ConfigError(f"rank {rank} of a group of {world} members: ranks go from 0 to {world - 1}")
         device = _device()
         if backend == "nccl" and not device:
             raise ConfigError("a training group over nccl needs a CUDA device: take gloo, or auto")

@@ -400,7 +400,7 @@ class DrafterRun(Drafting):
         """Write the drafter to `drafter/final`, as a head's folder."""
         head = load_head(self.head)
         if self.served.weights is not None:
-            head.take_serving_weights(self.served.weights)
+            head.load_state_dict(self.served.weights)
         with new_folder(self.out / "final") as folder:
             head.save(folder)
 
@@ -493,7 +493,7 @@ class IdleWorkerTraining:
         self.target: Any = None
         self.served = run.served
         self._machines = machines
-        self._meeting = RendezvousServer(*_host_and_port(run.config.rendezvous or f"{addresses[driver]}:0"))
+        self._meeting = RendezvousServer(addresses[driver])
         self._places = [
             TrainerPlacement(
                 worker=worker,
@@ -536,10 +536,6 @@ class IdleWorkerTraining:
             asyncio.run_coroutine_threadsafe(self._live(worker, {"anew": True, "data": data}, future), self._loop)
         for future in begun:
             future.result()
-
-    def pids(self) -> dict[int, int]:
-        """Return the ids of running processes, by worker."""
-        return {worker: process.pid for worker, process in self._running().items()}
 
     def rollout_starts(self, rl_step: int, *, train: bool) -> None:
         """Begin a rollout, and with `train` let workers that run out of requests train from now on."""
@@ -847,13 +843,6 @@ def machine_addresses(nodes: Sequence[str], driver: str, addresses: Mapping[str,
     if set(nodes) <= {driver}:
         return {driver: LOOPBACK}
     return {node: addresses[node] for node in {*nodes, driver}}
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"drafter.rendezvous = {address} is no HOST:PORT")
-    return host.strip("[]"), int(port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

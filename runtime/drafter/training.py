@@ -37,21 +37,16 @@ _WARM_UP_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """One update, the same for all members except `seconds`.
+    """One update, the same for all members except what is their own.
 
-    `loss`, of the texts trained on, is a mean over all members' rows; `tokens`, those that counted, and `sequences` are
-    sums. All are 0 where nothing was applied: no member had data, or the update was `skipped`, since some loss,
-    gradient or new weight was not finite. `grad_norm` is the gradient's before clipping. `leave`: some member wants to
-    leave, so all do now. `pass_s` are this member's seconds for its own part of `seconds`, before the exchange, over
-    `own_rows` of `own_sequences`.
+    `loss`, of the texts trained on, is a mean over all members' rows, and `tokens`, those that counted, are a sum. Both
+    are 0 where nothing was applied: no member had data, or the update was `skipped`, since some loss, gradient or new
+    weight was not finite. `leave`: some member wants to leave, so all do now. `pass_s` are the seconds of this member's
+    own part, before the exchange, over `own_rows` of `own_sequences`.
     """
 
     loss: float = 0.0
-    grad_norm: float = 0.0
     tokens: int = 0
-    sequences: int = 0
-    members: int
-    seconds: float
     skipped: bool
     leave: bool
     pass_s: float = 0.0
@@ -213,12 +208,10 @@ class HeadTraining:
         message.leave.fill_(leave())
         # By vote, since all members must restore the same state.
         message.keep.fill_(not self.updates or time.monotonic() - self._backup_at >= self.keep_s)
-        message.members.fill_(1.0)
         pass_s = time.perf_counter() - began
         if group is not None:
             group.sum(message.flat)
-        tokens, members = int(message.tokens), int(message.members)
-        norm = 0.0
+        tokens = int(message.tokens)
         bad = bool(message.bad > 0) or not bool(message.flat.isfinite().all())
         if tokens and not bad:
             message.gradient.div_(tokens)
@@ -226,8 +219,6 @@ class HeadTraining:
             # The norm of finite gradients may overflow: clipping by it would make them zeros.
             bad = not (math.isfinite(norm) and self._apply(norm))
         report = UpdateReport(
-            members=members,
-            seconds=time.perf_counter() - began,
             skipped=bad,
             leave=bool(message.leave > 0),
             pass_s=pass_s,
@@ -238,13 +229,7 @@ class HeadTraining:
             self._note_failure()
         if bad or not tokens:
             return report
-        return replace(
-            report,
-            loss=float(message.loss / tokens),
-            grad_norm=norm,
-            tokens=tokens,
-            sequences=int(message.sequences),
-        )
+        return replace(report, loss=float(message.loss / tokens), tokens=tokens)
 
     def warm_up(self) -> None:
         """Run and undo an update on random states: a process's first update waits for libraries and kernels.
@@ -354,7 +339,6 @@ class HeadTraining:
                 break
             message.loss.add_(result.loss.detach() * result.rows)
             message.tokens.add_(result.rows)
-            message.sequences.add_(len(part))
         return teaching[:done]
 
     def _apply(self, norm: float) -> bool:
@@ -433,9 +417,9 @@ class _Message:
 
     def __init__(self, params: Sequence[torch.nn.Parameter], device: torch.device) -> None:
         size = sum(value.numel() for value in params)
-        self.flat = torch.zeros(size + 7, device=device)
+        self.flat = torch.zeros(size + 5, device=device)
         self.gradient, single = self.flat[:size], self.flat[size:]
-        self.loss, self.tokens, self.sequences, self.bad, self.leave, self.keep, self.members = single.unbind()
+        self.loss, self.tokens, self.bad, self.leave, self.keep = single.unbind()
         begin = 0
         for value in params:
             value.grad = self.gradient[begin : begin + value.numel()].view_as(value)

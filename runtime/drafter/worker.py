@@ -7,8 +7,6 @@ under way. A failure here ends the training period, never the rollout.
 from __future__ import annotations
 
 import copy
-import heapq
-import json
 import os
 import shutil
 import threading
@@ -17,14 +15,15 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import ray
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -36,7 +35,7 @@ from tltlab.runtime.run.memory import ProcessMemory, tensor_bytes
 
 from .feed import SequenceReceiver
 from .group import LOOPBACK, DrafterGroup, GroupLost, gather, rendezvous_store, tokens_of_member
-from .heads.head import DrafterHead, check_tensors
+from .heads.head import DrafterHead
 from .heads.layouts import load_head
 from .heads.target import FrozenTarget, Tensors
 from .offline.chains import kept_along
@@ -61,8 +60,6 @@ LONGEST = 0.5
 """Share of the sequences of earlier RL steps that count as their longest."""
 SHORTEST_STRETCH = 32
 """Rows below which a sequence is not cut to fill an update: text without context is unlike real drafting."""
-
-TENSORS = ("token_ids", "hidden", "aux")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,18 +151,18 @@ class SpotTrainer:
         if anew:
             shutil.rmtree(place.folder, ignore_errors=True)
         if data is not None and (path := data_path(data, place.worker)).exists():
-            saved_data = read_data(path)
-            for sequence in saved_data.sequences:
+            sequences, random_state = read_data(path)
+            for sequence in sequences:
                 self._keep(sequence)
-            self.rng.bit_generator.state = dict(saved_data.random_state)
+            self.rng.bit_generator.state = random_state
         head = load_head(place.head)
         self.training = HeadTraining(
             head, target, config.loss, config.optim, self.device, temperature=place.temperature
         )
         self.publish(state, rl_step)
         self.checkpoint = DrafterCheckpoint(place.folder)
-        saved = self.training.state_dict()
-        if self.checkpoint.load(saved) and int(saved["counters"][0]) >= self.training.updates:
+        saved = self.checkpoint.load()
+        if saved is not None and int(saved["counters"][0]) >= self.training.updates:
             self.training.load_state_dict(saved)
         # Before a rollout waits for it.
         self.training.warm_up()
@@ -280,10 +277,9 @@ class SpotTrainer:
         """
         self._feed.settle(SETTLE_S)
         with self._data:
-            sequences = [*self.buffer.sequences(), *self._heldout]
-            data = TrainerData(sequences=sequences, random_state=self.rng.bit_generator.state)
+            sequences, random_state = [*self.buffer.sequences(), *self._heldout], self.rng.bit_generator.state
         if sequences:
-            write_data(data_path(folder, self.place.worker), data)
+            write_data(data_path(folder, self.place.worker), sequences, random_state)
 
     def memory(self) -> ProcessMemory:
         """Return the memory of this process."""
@@ -506,60 +502,51 @@ class DataBuffer:
     """Sequences of the last RL steps, for one-step-off sampling (TLT, arXiv 2511.16665, section 4.2).
 
     During a rollout only its short responses are there; the long ones come from earlier RL steps. Over `max_bytes` the
-    oldest RL step is dropped first, within a step the shortest sequences, since long ones are rare. One thread may add
-    while another samples. A sequence larger than the whole buffer keeps its end. A sequence is not kept if nothing can
-    be learned from it (no token of the response follows two states) or its RL step is too old.
+    oldest RL step is dropped first, within a step the shortest sequences, since long ones are rare. A sequence larger
+    than the whole buffer keeps its end. A sequence is not kept if nothing can be learned from it (no token of the
+    response follows two states) or its RL step is too old.
     """
 
     def __init__(self, config: BufferConfig) -> None:
         self.config = config
+        self.nbytes = 0
+        """Bytes held, at most `max_bytes`."""
         self._sequences: dict[int, TrainingSequence] = {}
-        self._first_out: list[tuple[int, int, int]] = []
         self._used: set[int] = set()
-        self._nbytes = 0
         self._num_added = 0
         self._rl_step = 0
-        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._sequences)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, at most `max_bytes`."""
-        return self._nbytes
-
     def sequences(self) -> list[TrainingSequence]:
         """Sequences in order of arrival: added to an empty buffer, they restore this one."""
-        with self._lock:
-            return list(self._sequences.values())
+        return list(self._sequences.values())
 
     def begin(self, rl_step: int) -> None:
         """Begin RL step `rl_step`: sequences of earlier ones are carried over, those that are too old dropped."""
-        with self._lock:
-            self._rl_step = rl_step
-            self._used.clear()
-            while self._first_out and self._too_old(self._first_out[0][0]):
-                self._drop_first()
+        self._rl_step = rl_step
+        self._used.clear()
+        for number, sequence in list(self._sequences.items()):
+            if self._too_old(sequence.rl_step):
+                self._drop(number)
 
     def add(self, sequence: TrainingSequence) -> None:
         """Add a sequence, copied to the host if it is elsewhere or a view of something larger."""
-        with self._lock:
-            tensors = [t for t in (sequence.token_ids, sequence.hidden, sequence.aux) if t is not None]
-            # One more token than rows: below 0 if not even a token fits.
-            token = sequence.token_ids.element_size()
-            most = (self.config.max_bytes - token) // sum(t[:1].numel() * t.element_size() for t in tensors)
-            if most < sequence.num_rows:
-                sequence = sequence.stretch(sequence.num_rows - max(most, 0), max(most, 0))
-            if not sequence.teaches or self._too_old(sequence.rl_step):
-                return
-            number = self._num_added
-            self._num_added += 1
-            self._sequences[number] = sequence = sequence.on_host()
-            self._nbytes += sequence.nbytes
-            heapq.heappush(self._first_out, (sequence.rl_step, sequence.num_rows, number))
-            while self._nbytes > self.config.max_bytes:
-                self._drop_first()
+        tensors = [t for t in (sequence.token_ids, sequence.hidden, sequence.aux) if t is not None]
+        # One more token than rows: below 0 if not even a token fits.
+        token = sequence.token_ids.element_size()
+        most = (self.config.max_bytes - token) // sum(t[:1].numel() * t.element_size() for t in tensors)
+        if most < sequence.num_rows:
+            sequence = sequence.stretch(sequence.num_rows - max(most, 0), max(most, 0))
+        if not sequence.teaches or self._too_old(sequence.rl_step):
+            return
+        self._sequences[self._num_added] = sequence = sequence.on_host()
+        self._num_added += 1
+        self.nbytes += sequence.nbytes
+        held = self._sequences
+        while self.nbytes > self.config.max_bytes:
+            self._drop(min(held, key=lambda n: (held[n].rl_step, held[n].num_rows, n)))
 
     def sample(self, tokens: int, rng: np.random.Generator) -> list[TrainingSequence]:
         """Return sequences of at most `tokens` rows in all, none twice; fewer rows only where no more are held.
@@ -569,18 +556,17 @@ class DataBuffer:
         Each side is drawn from without replacement until it is used up, then anew. A sequence that does not fit in the
         remaining rows is cut to a random stretch, or skipped where they are few.
         """
-        with self._lock:
-            current = [n for n, s in self._sequences.items() if s.rl_step >= self._rl_step]
-            earlier = [n for n, s in self._sequences.items() if s.rl_step < self._rl_step]
-            earlier.sort(key=lambda n: -self._sequences[n].num_rows)
-            longest = earlier[: int(np.ceil(LONGEST * len(earlier)))]
-            carried = round(tokens * self.config.carried_share)
-            drawn: dict[int, TrainingSequence] = {}
-            lacking = self._draw(longest, carried, drawn, rng)
-            lacking = self._draw(current, tokens - carried + lacking, drawn, rng)
-            lacking = self._draw(longest, lacking, drawn, rng)
-            self._draw(earlier, lacking, drawn, rng)
-            return list(drawn.values())
+        current = [n for n, s in self._sequences.items() if s.rl_step >= self._rl_step]
+        earlier = [n for n, s in self._sequences.items() if s.rl_step < self._rl_step]
+        earlier.sort(key=lambda n: -self._sequences[n].num_rows)
+        longest = earlier[: int(np.ceil(LONGEST * len(earlier)))]
+        carried = round(tokens * self.config.carried_share)
+        drawn: dict[int, TrainingSequence] = {}
+        lacking = self._draw(longest, carried, drawn, rng)
+        lacking = self._draw(current, tokens - carried + lacking, drawn, rng)
+        lacking = self._draw(longest, lacking, drawn, rng)
+        self._draw(earlier, lacking, drawn, rng)
+        return list(drawn.values())
 
     def _draw(
         self, side: Collection[int], room: int, drawn: dict[int, TrainingSequence], rng: np.random.Generator
@@ -609,61 +595,33 @@ class DataBuffer:
     def _too_old(self, rl_step: int) -> bool:
         return rl_step <= self._rl_step - self.config.rl_steps
 
-    def _drop_first(self) -> None:
-        number = heapq.heappop(self._first_out)[2]
-        self._nbytes -= self._sequences.pop(number).nbytes
+    def _drop(self, number: int) -> None:
+        self.nbytes -= self._sequences.pop(number).nbytes
         self._used.discard(number)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerData:
-    """A trainer's sequences, oldest first, those of the buffer before held-out ones, and its generator's state."""
-
-    sequences: Sequence[TrainingSequence]
-    random_state: Mapping[str, Any]
 
 
 def data_path(folder: Path, worker: int) -> Path:
     """Path in a checkpoint's folder for the data of the trainer beside worker `worker`."""
-    return folder / f"data-{worker}.safetensors"
+    return folder / f"data-{worker}.pt"
 
 
-def write_data(path: Path, data: TrainerData) -> None:
-    """Write the data atomically, without copying tensors. RunError where the disk fails."""
-    tensors: dict[str, Tensor] = {}
-    for number, sequence in enumerate(data.sequences):
-        parts = {name: getattr(sequence, name) for name in TENSORS}
-        tensors |= {f"{number}.{name}": value.contiguous() for name, value in parts.items() if value is not None}
-    header = {
-        "random_state": data.random_state,
-        "sequences": [[list(s.key), s.first_position, s.prompt_tokens] for s in data.sequences],
-    }
+def write_data(path: Path, sequences: Sequence[TrainingSequence], random_state: Mapping[str, Any]) -> None:
+    """Write a trainer's sequences and its generator's state atomically. RunError where the disk fails."""
+    rows = [{field.name: getattr(sequence, field.name) for field in fields(sequence)} for sequence in sequences]
     try:
         with new_file(path) as new:
-            save_file(tensors, new, metadata={"trainer_data": json.dumps(header)})
-    except (OSError, SafetensorError) as error:
+            torch.save((rows, random_state), new)
+    except (OSError, RuntimeError) as error:
         cause = one_line(error)[:200]
         raise RunError(f"cannot write training data to {path}, is the disk full? ({cause})") from error
 
 
-def read_data(path: Path) -> TrainerData:
+def read_data(path: Path) -> tuple[list[TrainingSequence], Mapping[str, Any]]:
     """Read the result of `write_data`. ConfigError where the file is damaged."""
     try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads(file.metadata()["trainer_data"])
-            names = set(file.keys())
-            sequences = [
-                TrainingSequence(
-                    key=(key[0], key[1], key[2], key[3]),
-                    first_position=first_position,
-                    prompt_tokens=prompt_tokens,
-                    # Copies, since each view would hold the file's whole memory.
-                    **{name: file.get_tensor(f"{n}.{name}").clone() for name in TENSORS if f"{n}.{name}" in names},
-                )
-                for n, (key, first_position, prompt_tokens) in enumerate(header["sequences"])
-            ]
-        return TrainerData(sequences=sequences, random_state=header["random_state"])
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        rows, random_state = torch.load(path, weights_only=True)
+        return [TrainingSequence(**row) for row in rows], random_state
+    except (OSError, RuntimeError, UnpicklingError, ValueError, TypeError) as error:
         cause = one_line(error)[:200]
         raise ConfigError(f"{path} does not hold training data of a drafter: {cause}") from error
 
@@ -714,24 +672,15 @@ class DrafterCheckpoint:
         if writing is not None and (error := writing.exception()) is not None:
             self._failed("not saved, the one before it stays", error)
 
-    def load(self, state: Tensors) -> bool:
-        """Read the file into `state`'s tensors, in place; False where there is none.
-
-        False too for an unreadable one, whose error goes to `failures`; `state` stays unchanged.
-        """
+    def load(self) -> dict[str, Tensor] | None:
+        """Return the state in the file; None where there is none that can be read, whose error goes to `failures`."""
         self.finish()
-        if not self.path.exists():
-            return False
-        try:
-            tensors = load_file(self.path)
-            check_tensors("not a state of this drafter", state, tensors)
-        except (OSError, SafetensorError, ConfigError) as error:
-            self._failed("cannot be read", error)
-            return False
-        with torch.no_grad():
-            for name, value in state.items():
-                value.copy_(tensors[name])
-        return True
+        if self.path.exists():
+            try:
+                return load_file(self.path)
+            except (OSError, SafetensorError) as error:
+                self._failed("cannot be read", error)
+        return None
 
     def close(self) -> None:
         """Wait for the save under way and release the buffers."""

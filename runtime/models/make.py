@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,16 +21,11 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from tltlab.console import marked_folder
 from tltlab.errors import ConfigError
-from tltlab.runtime.drafter.heads.head import MtpHead, fresh_mtp, save_with_mtp
-from tltlab.runtime.drafter.heads.target import MIMO, FrozenTarget, hidden_states_of
-from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.drafter.training import HeadTraining
-from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from .measure import measure
 from .tasks import TASKS, Task, TaskProblem
@@ -52,9 +47,7 @@ _LOSS_WINDOW_STEPS = 50
 _EMBEDDING_STD = 0.3
 _EMBEDDED_WAVE = 0.5
 _OUTPUT_WAVE = 0.1
-_MTP_LR = 3e-3
 
-SmallModel: TypeAlias = LlamaForCausalLM | Qwen2ForCausalLM
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 """Inputs and labels, both [rows, width]."""
 
@@ -81,16 +74,13 @@ SIZES = {
 }
 
 
-def make_model(
-    out: Path, *, size: str | Size, task: str, seed: int, progress: Callable[[str], None], mtp: bool = False
-) -> dict[str, Any]:
+def make_model(out: Path, *, size: str | Size, task: str, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
     """Train a model on `task`, write its folder to `out` atomically, and return the report.
 
     `out` is an ordinary Hugging Face model (Llama architecture, float32, a tokenizer of one token a word) with
-    train.jsonl and heldout.jsonl (prompt_id, prompt, answer; no prompt in both) and report.json next to it. With `mtp`
-    it is a MiMo (a Qwen2 to transformers) with an MTP layer, trained for half as many steps after it. An earlier model
-    there is replaced; anything else is a ConfigError, as is an unknown size or task. Training always takes two threads
-    of one core each, so that the weights depend on the seed and the machine alone.
+    train.jsonl and heldout.jsonl (prompt_id, prompt, answer; no prompt in both) and report.json next to it. An
+    earlier model there is replaced; anything else is a ConfigError, as is an unknown size or task. Training always
+    takes two threads of one core each, so that the weights depend on the seed and the machine alone.
     """
     out = Path(out)
     shape = SIZES.get(size) if isinstance(size, str) else size
@@ -104,15 +94,12 @@ def make_model(
         started = time.perf_counter()
         train, heldout = draw_problems(TASKS[task], seed)
         tokenizer = make_tokenizer(TASKS[task])
-        model = _new_model(shape, tokenizer, mtp)
+        model = _new_model(shape, tokenizer)
         num_parameters = sum(p.numel() for p in model.parameters())
         progress(f"training {num_parameters:,} parameters on {task}")
         initialise(model, tokenizer)
-        of_texts = (tokenizer, TASKS[task], train, shape.tokens_per_batch)
-        loss = pretrain(model, _batches(*of_texts, np.random.default_rng(seed)), shape, progress)
-        layer = None
-        if mtp:
-            layer = teach_mtp(model, _batches(*of_texts, np.random.default_rng(seed + 1)), shape, seed, progress)
+        batches = _batches(tokenizer, TASKS[task], train, shape.tokens_per_batch, np.random.default_rng(seed))
+        loss = pretrain(model, batches, shape, progress)
         trained_s = time.perf_counter() - started
         progress(f"trained in {trained_s:.0f} s; sampling it")
         sampled = measure(
@@ -138,10 +125,7 @@ def make_model(
             "sampled": sampled,
         }
         disable_progress_bar()
-        if layer is None:
-            model.save_pretrained(folder)
-        else:
-            save_with_mtp(model, folder, model.state_dict(), layer.serving_weights())
+        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         _write_problems(folder / "train.jsonl", "train", train)
         _write_problems(folder / "heldout.jsonl", "heldout", heldout)
@@ -180,26 +164,28 @@ def make_tokenizer(task: Task) -> PreTrainedTokenizerFast:
     )
 
 
-def _new_model(size: Size, tokenizer: PreTrainedTokenizerFast, mtp: bool) -> SmallModel:
-    """Return a Llama, or, for an MTP layer, a Qwen2, which has biases of queries, keys and values."""
+def _new_model(size: Size, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     heads = size.hidden // _HEAD_SIZE
-    shape: dict[str, Any] = {
-        "vocab_size": math.ceil(len(tokenizer) / 64) * 64,
-        "hidden_size": size.hidden,
-        "num_hidden_layers": size.layers,
-        "intermediate_size": size.mlp,
-        "num_attention_heads": heads,
-        "num_key_value_heads": max(heads // 2, 1),
-        "max_position_embeddings": _MAX_POSITIONS,
-        "tie_word_embeddings": False,
-        **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")},
+    special: dict[str, Any] = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")
     }
-    if mtp:
-        return Qwen2ForCausalLM(Qwen2Config(architectures=[MIMO], **shape))
-    return LlamaForCausalLM(LlamaConfig(head_dim=_HEAD_SIZE, **shape))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=math.ceil(len(tokenizer) / 64) * 64,
+            hidden_size=size.hidden,
+            num_hidden_layers=size.layers,
+            intermediate_size=size.mlp,
+            num_attention_heads=heads,
+            num_key_value_heads=max(heads // 2, 1),
+            max_position_embeddings=_MAX_POSITIONS,
+            tie_word_embeddings=False,
+            head_dim=_HEAD_SIZE,
+            **special,
+        )
+    )
 
 
-def pretrain(model: SmallModel, batches: Batches, size: Size, progress: Callable[[str], None]) -> float:
+def pretrain(model: LlamaForCausalLM, batches: Batches, size: Size, progress: Callable[[str], None]) -> float:
     """Train `model` in place; return the mean loss of the last steps, nats per token.
 
     Only response tokens count. Muon updates block matrices, AdamW the rest; learning rates rise over the first steps,
@@ -243,37 +229,8 @@ def pretrain(model: SmallModel, batches: Batches, size: Size, progress: Callable
     return float(np.mean(losses[-_LOSS_WINDOW_STEPS:]))
 
 
-def teach_mtp(model: SmallModel, batches: Batches, size: Size, seed: int, progress: Callable[[str], None]) -> MtpHead:
-    """Train an MTP layer on a frozen model's distributions."""
-    training = HeadTraining(
-        fresh_mtp(model.config, seed),
-        FrozenTarget.of(model),
-        LossConfig(kind="mtp", unroll=2),
-        OptimConfig(lr=_MTP_LR),
-    )
-    for _ in range(max(size.steps // 2, 1)):
-        training.update(list(_sequences(model, *next(batches))))
-    accept = training.predict(list(_sequences(model, *next(batches)))).chances
-    progress(f"its MTP layer: {', '.join(f'{share:.2f}' for share in accept)} of its drafted tokens would be accepted")
-    assert isinstance(training.head, MtpHead)
-    return training.head
-
-
-def _sequences(model: SmallModel, ids: torch.Tensor, labels: torch.Tensor) -> Iterator[TrainingSequence]:
-    """Yield the rows of a batch with the model's states."""
-    for number, (row, targets) in enumerate(zip(ids, labels, strict=True)):
-        scored = (targets != _IGNORED).nonzero()[:, 0]
-        num_rows = int(scored[-1]) + 1
-        yield TrainingSequence(
-            key=(0, "text", number, 0),
-            token_ids=torch.cat([row[:num_rows], targets[num_rows - 1 : num_rows]]),
-            hidden=hidden_states_of(model, row[:num_rows], ())[0],
-            prompt_tokens=int(scored[0]) + 1,
-        )
-
-
 @torch.no_grad()
-def initialise(model: SmallModel, tokenizer: PreTrainedTokenizerFast) -> None:
+def initialise(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """Initialise `model` for fast learning: blocks that add nothing yet, and ordered embeddings of numbers.
 
     Embeddings are wide (standard deviation .3) and the last matrix of each block branch is 0, so depth costs no steps

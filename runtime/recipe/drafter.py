@@ -157,9 +157,8 @@ class DrafterConfig(FrozenModel):
     machine share a quarter of its free memory. Beyond that, responses likely to be in the tail are kept.
 
     A trainer runs on `threads` CPU threads at priority `nice`. Members of a group train over `backend`; "auto" is nccl
-    where each has its own CUDA device and gloo elsewhere. They meet at `rendezvous` (HOST:PORT), on the driver's
-    machine. By default only this machine's processes can connect; with workers on other machines the default is Ray's
-    address of the driver's machine and a free port.
+    where each has its own CUDA device and gloo elsewhere. They meet at a free port of the driver's machine, to which
+    only its own processes can connect unless workers are on other machines.
     """
 
     name: str = "learned"
@@ -180,7 +179,6 @@ class DrafterConfig(FrozenModel):
     threads: Annotated[int, Field(ge=1)] = 1
     nice: Annotated[int, Field(ge=0, le=19)] = 19
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    rendezvous: str | None = None
 
     @property
     def pretrained(self) -> bool:

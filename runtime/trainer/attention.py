@@ -1,8 +1,8 @@
 """Causal attention over packed sequences, each alone, on one rank or several, and attention of drafted chains.
 
 A chain continues from any row as a drafter does at inference: from row s on it reads its own states instead of the
-target's. Its step i attends to the keys of the target's states up to row s, and to those of its own steps 1 to i. All
-chains of a batch, one from each row, are computed side by side: step i is one query per row.
+target's. Its step i attends to the keys of the target's states up to row s, and to those of its own steps 1 to i. The
+chains of a batch are computed side by side: step i is one query per chain.
 """
 
 from __future__ import annotations
@@ -60,7 +60,12 @@ class SequenceGroup:
         """
         if self.group is None:
             return part
-        return _JoinedRows.apply(part, rows, num, self.group)  # type: ignore[no-any-return, no-untyped-call]
+        joined = part.new_zeros(num, *part.shape[1:])
+        joined[rows] = part.detach()
+        if joined.numel():
+            # Adding zeros to one number is exact.
+            dist.all_reduce(joined, group=self.group)
+        return torch.cat([joined[: rows.start], part, joined[rows.stop :]])
 
 
 ALONE = SequenceGroup()
@@ -82,22 +87,6 @@ class _Exchanged(torch.autograd.Function):
         return _Exchanged.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
 
 
-class _JoinedRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, rows: slice, num: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.rows = rows
-        joined = part.new_zeros(num, *part.shape[1:])
-        joined[rows] = part
-        if joined.numel():
-            # Adding zeros to one number is exact.
-            dist.all_reduce(joined, group=group)
-        return joined
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradient[ctx.rows], None, None, None
-
-
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
     """Attend within each of the sequences of `lengths` rows, T in all.
 
@@ -113,37 +102,26 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) ->
     return torch.cat(attended, 2) if attended else q
 
 
-def chain_attention(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Compute step i of the chains from all T rows: row s attends to its sequence's keys up to s, and its own i.
+def chain_attention(
+    q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, rows: Tensor, firsts: Tensor
+) -> Tensor:
+    """Compute step i of chains from the rows `rows` (A): one from row s attends to the keys of its sequence up to s.
 
-    Queries (1, heads, T, D), shared keys and values (1, KV heads, T, D), own ones (1, KV heads, T, i, D). Returns (1,
-    heads, T, D).
+    It also attends to its own i keys. `rows` rise; `firsts` (A) are the first rows of their sequences. Queries (1,
+    heads, A, D), shared keys and values (1, KV heads, T, D), own ones (1, KV heads, A, i, D). Returns (1, heads, A, D).
     """
-    attended, begin = [], 0
-    for length in lengths:
-        for start in range(0, length, CHUNK):
-            stop = min(start + CHUNK, length)
-            rows = slice(begin + start, begin + stop)
-            # Skip keys beyond the chunk's last query.
-            keys = slice(begin, begin + stop)
-            seen = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).tril(start)
-            query, chain_k, chain_v = (tensor[0, :, rows].transpose(0, 1) for tensor in (q, own_k, own_v))
-            attended.append(two_part_attention(query, k[0, :, keys], v[0, :, keys], seen, chain_k, chain_v))
-        begin += length
-    return torch.cat(attended).transpose(0, 1)[None] if attended else q
-
-
-def two_part_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
-    """Attention of A queries (A, heads, D) over shared keys (KV heads, T, D) and own ones (A, KV heads, S, D).
-
-    `mask` (A, T) is True for shared keys that a query attends to. Returns (A, heads, D).
-    """
-    num_kv, width = keys.shape[0], q.shape[-1]
-    grouped = q.unflatten(1, (num_kv, -1)) / width**0.5  # (A, KV heads, heads per KV head, D)
-    shared = torch.einsum("akgd,ktd->akgt", grouped, keys).masked_fill(~mask[:, None, None], -torch.inf)
-    own = torch.einsum("akgd,aksd->akgs", grouped, own_k)
-    weights = torch.softmax(torch.cat([shared, own], -1).float(), -1).to(values.dtype)
-    length = keys.shape[1]
-    mixed = torch.einsum("akgt,ktd->akgd", weights[..., :length], values)
-    mixed = mixed + torch.einsum("akgs,aksd->akgd", weights[..., length:], own_v)
-    return mixed.flatten(1, 2)
+    if not len(rows):
+        return q
+    attended = []
+    parts = zip(*(tensor[0].split(CHUNK, 1) for tensor in (q, own_k, own_v)), strict=True)
+    for (query, chain_k, chain_v), last, first in zip(parts, rows.split(CHUNK), firsts.split(CHUNK), strict=True):
+        keys = torch.arange(int(first[0]), int(last[-1]) + 1, device=q.device)
+        seen = (keys >= first[:, None]) & (keys <= last[:, None])
+        grouped = query.unflatten(0, (k.shape[1], -1)) / q.shape[-1] ** 0.5  # (KV heads, heads per KV head, A, D)
+        shared = torch.einsum("kgad,ktd->kgat", grouped, k[0, :, keys]).masked_fill(~seen, -torch.inf)
+        own = torch.einsum("kgad,kasd->kgas", grouped, chain_k)
+        weights = torch.softmax(torch.cat([shared, own], -1).float(), -1).to(v.dtype)
+        of_shared, of_own = weights.split([len(keys), own.shape[-1]], -1)
+        mixed = torch.einsum("kgat,ktd->kgad", of_shared, v[0, :, keys])
+        attended.append((mixed + torch.einsum("kgas,kasd->kgad", of_own, chain_v)).flatten(0, 1))
+    return torch.cat(attended, 1)[None]

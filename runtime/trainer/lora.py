@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import torch
 import torch.distributed as dist
+from peft.helpers import rescale_adapter_scale
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -72,14 +73,8 @@ class BasePolicy(nn.Module):
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
         (policy,) = self._policy
-        layers = [part for part in policy.modules() if isinstance(part, LoraLayer)]
-        try:
-            for layer in layers:
-                layer.set_scale(_NAME, 0.0)
+        with rescale_adapter_scale(policy, 0.0):
             result: Tensor = policy(*args, **options)
-        finally:
-            for layer in layers:
-                layer.set_scale(_NAME, 1.0)
         return result
 
 
@@ -91,14 +86,16 @@ class MergedTensors(WholeTensors):
         self._adapted: dict[str, Any] = {
             name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)
         }
-        if touched:
-            # Engines fuse the matrices of a block, such as q, k and v, and need all of them.
-            blocks = {name.rpartition(".")[0] for name in self._adapted}
-            self._names = [name for name in self._state() if name.rsplit(".", 2)[0] in blocks]
+        # Engines fuse the matrices of a block, such as q, k and v, and need all of them.
+        self._blocks = {name.rpartition(".")[0] for name in self._adapted} if touched else None
 
     def _state(self) -> dict[str, Tensor]:
-        state = super()._state().items()
-        return {name.replace(".base_layer.", "."): tensor for name, tensor in state if ".lora_" not in name}
+        state = {name.replace(".base_layer.", "."): tensor for name, tensor in super()._state().items()}
+        return {
+            name: tensor
+            for name, tensor in state.items()
+            if ".lora_" not in name and (self._blocks is None or name.rsplit(".", 2)[0] in self._blocks)
+        }
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         whole = super()._whole(name, tensor)

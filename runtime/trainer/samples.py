@@ -203,13 +203,12 @@ def check(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: i
         )
     if not samples or bool(values.useful.any()):
         return None
-    rewards = {float(np.float32(sample.reward)) for sample in samples}
-    same = f"all {len(samples)} rewards are {min(rewards):g}" if len(rewards) == 1 else "rewards of a prompt are equal"
+    rewards = [sample.reward for sample in samples]
+    why = f"{len(samples)} rewards of {min(rewards):g} to {max(rewards):g}, and none differs from others of its prompt"
     if not bool(values.counted.any()):
-        same = f"all {len(samples)} responses are truncated, and filtered out by train.overlong"
-    others = " and ".join(f"train.{name}" for name in ("kl_coef", "entropy_coef") if getattr(config, name))
-    moves = f"{others} alone moves the weights" if bool(values.trained.any()) else "the weights stay as they are"
-    return f"{same}: no response that counts has an advantage, and {moves}"
+        why = f"all {len(samples)} responses are truncated, and filtered out by train.overlong"
+    moves = "only train.kl_coef or train.entropy_coef moves" if bool(values.trained.any()) else "nothing moves"
+    return f"{why}: no response that counts has an advantage, and {moves} the weights"
 
 
 def minibatches_of(num: int, config: TrainConfig, seed: int, rl_step: int, number: int = 0) -> list[Tensor]:

@@ -73,7 +73,7 @@ from .losses import (
     policy_loss,
 )
 from .ranks import device_of, make_deterministic, meet, micro_batches, own_micro_batches, sequence_groups
-from .samples import Pair, Sample, TrainingValues, UpdateBatch, minibatches_of, pairs_of, share_out
+from .samples import Pair, Sample, TrainingValues, UpdateBatch, minibatches_of, pairs_of
 from .whole import WholeTensors, decoder_layers, local_part, whole_tensor
 
 DRIFT_SAMPLES = 16
@@ -174,7 +174,6 @@ class Trainer:
             self.reference = BasePolicy(self.policy) if config.kl_coef else None
         elif config.kl_coef:
             self.reference = load().requires_grad_(False)
-        self._bad_loss: set[int] = set()  # kept samples of micro-batches whose loss was not finite
         if name := self._infinite_weight():
             raise ConfigError(f"{model}: its weight {name} holds NaN or infinite numbers: train from a whole model")
         # Dropout would change log-probs from those that drew the tokens.
@@ -185,7 +184,9 @@ class Trainer:
             self.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             for layer in decoder_layers(self.policy.model):
                 layer.training = True
-        self._sender = WeightSender(sent, rank)
+        self._sent: WeightSource = sent
+        self._slots: BucketSlots | None = None
+        self._device_sender: Any = None
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.optimizer = torch.optim.AdamW(
             _decay_groups(self.policy, config),
@@ -206,17 +207,13 @@ class Trainer:
     ) -> Mismatch:
         """Recompute the log-probs of `samples` under the policy before it moves, and keep both for `update`.
 
-        `rank_of` has the data rank of each (`share_out`); this one needs no tokens of the others'. Return the distance
-        to the engine's log-probs. Engine and trainer hold the same weights, so on-policy it should be near 0. RunError
-        where a log-prob is not finite.
+        `rank_of` has the data rank of each (`share_out`; None: 0); this one needs no tokens of the others'. Return the
+        distance to the engine's log-probs. Engine and trainer hold the same weights, so on-policy it should be near 0.
+        RunError where a log-prob is not finite.
         """
         self._samples = list(samples)
-        self._bad_loss.clear()
         config = self.config
-        if rank_of is None:
-            most = self.max_response_tokens
-            rank_of = share_out(samples, config, self.data_ranks, seed=self.seed, rl_step=0, max_response_tokens=most)
-        self._rank_of = list(rank_of)
+        self._rank_of = [0] * len(samples) if rank_of is None else list(rank_of)
         both = self._own_logprobs(self.policy, list(range(len(samples))), entropy=True)
         self._old = [part[:, 0].contiguous() for part in both]
         self._refuse_infinite(self._old, f"RL step {rl_step}: the policy's log-probs", "look at the policy's weights")
@@ -296,22 +293,30 @@ class Trainer:
 
     def send_weights(self, engines: Engines) -> dict[int, str]:
         """Send the weights to engines, bucket by bucket; return the errors of those that failed, by number."""
-        return self._sender.send(engines)
+        if engines.transport != "host":
+            from tltlab.runtime.engine.vllm.transfer import DeviceSender
+
+            if self._device_sender is None or self._device_sender.transport != engines.transport:
+                self._device_sender = DeviceSender(self._sent, self.rank, engines.transport)
+            self._device_sender.send(engines)
+        elif self.rank:
+            # Rank 0 sends, the others help to gather.
+            for _ in self._sent:
+                pass
+        else:
+            if self._slots is None:
+                self._slots = BucketSlots.fit(self._sent.metadata())
+            engines.start_weight_update(self._slots)
+            load_buckets(self._sent, self._slots, engines)
+        return engines.failed
 
     def frozen(self) -> FrozenTarget | None:
         """Return host copies of weights that a drafter shares (`FrozenTarget`), None on other ranks."""
-        model = self.policy.model
-        state = model.state_dict(keep_vars=True)
-        shared = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-        if is_mimo(model.config):
-            shared.append(model.base_model.norm.weight)
-        names = [next(name for name, tensor in state.items() if tensor is weight) for weight in shared]
-        tensors = self._on_host(WholeTensors(model, self.dtype, list(dict.fromkeys(names))))
-        if not tensors:
-            return None
-        norm = tensors[names[2]] if len(names) > 2 else None
-        eps = getattr(model.config, "rms_norm_eps", 0.0)
-        return FrozenTarget(embedding=tensors[names[0]], lm_head=tensors[names[1]], norm=norm, eps=eps)
+        device = torch.device("cpu") if self.rank == 0 else self.device
+        frozen = FrozenTarget.of(
+            self.policy.model, lambda weight: whole_tensor(weight.detach()).to(device, self.dtype, copy=True)
+        )
+        return frozen if self.rank == 0 else None
 
     def _on_host(self, whole: WholeTensors) -> dict[str, Tensor]:
         return {name: tensor.to("cpu", copy=True) for name, tensor in whole if self.rank == 0}
@@ -436,10 +441,9 @@ class Trainer:
         # has the gradient of its own tokens.
         (terms.loss * self.world).backward()
         corrected = float((token_weight * correction).sum())
-        loss = float(terms.loss.detach())
-        if not math.isfinite(loss):
-            self._bad_loss.update(rows)
-        return torch.tensor([loss, terms.clip_fraction / whole, terms.kl / whole, corrected / computed])
+        return torch.tensor(
+            [float(terms.loss.detach()), terms.clip_fraction / whole, terms.kl / whole, corrected / computed]
+        )
 
     def _penalised(self, reference: Sequence[Tensor]) -> list[Sample]:
         """Return the kept samples, their rewards less kl_coef times the estimated KL, summed over the response.
@@ -460,10 +464,10 @@ class Trainer:
         value = float(whole_tensor(norm))
         if not math.isfinite(value):
             self._refuse_new_weights(rl_step)
-            losses = [torch.tensor([math.nan if i in self._bad_loss else 0.0]) for i in range(len(self._samples))]
-            hint = "the weights were left as they are: lower train.lr or look at the rewards and log-probs of that step"
-            self._refuse_infinite(losses, f"RL step {rl_step}: the gradient's norm is {value} and the losses", hint)
-            raise RunError(f"RL step {rl_step}: the gradient's norm is {value}; {hint}")
+            raise RunError(
+                f"RL step {rl_step}: the gradient's norm is {value}; the weights were left as they are: lower train.lr "
+                "or look at the rewards and log-probs of that step"
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -568,33 +572,6 @@ class Trainer:
             # cuBLAS keeps a workspace per stream (32 MiB on Hopper), which counts as allocated until cleared.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
-
-
-class WeightSender:
-    """Rank 0 sends, the others help to gather."""
-
-    def __init__(self, source: WeightSource, rank: int) -> None:
-        self.source, self.rank = source, rank
-        self._slots: BucketSlots | None = None
-        self._device: Any = None
-
-    def send(self, engines: Engines) -> dict[int, str]:
-        """Send the source's weights to engines; return the errors of those that failed, by number."""
-        if engines.transport != "host":
-            from tltlab.runtime.engine.vllm.transfer import DeviceSender
-
-            if self._device is None or self._device.transport != engines.transport:
-                self._device = DeviceSender(self.source, self.rank, engines.transport)
-            self._device.send(engines)
-        elif self.rank:
-            for _ in self.source:
-                pass
-        else:
-            if self._slots is None:
-                self._slots = BucketSlots.fit(self.source.metadata())
-            engines.start_weight_update(self._slots)
-            load_buckets(self.source, self._slots, engines)
-        return engines.failed
 
 
 class SafetensorsWriter(HuggingFaceStorageWriter):

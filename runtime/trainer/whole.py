@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,11 @@ class WholeTensors:
     """Parameters and persistent buffers of a model by name, gathered one by one; floating ones in `dtype`.
 
     Tied tensors come once. All ranks of a sharded model iterate in step, and each gets the gathered tensor, on its
-    device. `names` selects some. A `weights.WeightSource`.
+    device. A `weights.WeightSource`.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, names: Sequence[str] | None = None) -> None:
-        self._module, self._dtype, self._names = module, dtype, names
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
 
     def metadata(self) -> list[TensorMeta]:
         """Describe the tensors to come, without gathering them."""
@@ -39,7 +39,7 @@ class WholeTensors:
     def _tensors(self) -> list[tuple[str, Tensor]]:
         state = self._state()
         first = {id(tensor): name for name, tensor in reversed(state.items())}
-        return [(name, state[name]) for name in self._names or state if first[id(state[name])] == name]
+        return [(name, tensor) for name, tensor in state.items() if first[id(tensor)] == name]
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype

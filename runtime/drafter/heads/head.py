@@ -40,7 +40,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from safetensors.torch import save_file
@@ -57,9 +57,7 @@ NORMS: tuple[Norm, ...] = ("norm_before_residual", "norm_before_fc", "fc_norm", 
 """Differences of an EAGLE-3 head from the first ones, by their names in configs and vLLM."""
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
-PREFIX = "model.mtp_layers.0."
 MTP_ARCHITECTURE = "MiMoMTPModel"
-_LAYER = "layers.0."
 
 
 class Attention(nn.Module):
@@ -107,8 +105,8 @@ class Layer(nn.Module):
 class DrafterHead(nn.Module, ABC):
     """A drafter head; its parameters have the checkpoint's names, without the target's embedding and LM head.
 
-    `method` is vLLM's name for its kind. `aux_layers` are the target's layers whose inputs it reads, none where it
-    reads the last hidden state. `draft_ids` (D) are the tokens it can draft, None for all.
+    Subclasses have the `layer`. `method` is vLLM's name for its kind. `aux_layers` are the target's layers whose inputs
+    it reads, none where it reads the last hidden state. `draft_ids` (D) are the tokens it can draft, None for all.
     """
 
     method: ClassVar[Literal["eagle", "eagle3", "mtp"]]
@@ -118,21 +116,18 @@ class DrafterHead(nn.Module, ABC):
     def draft_ids(self) -> Tensor | None:
         return None
 
-    def __init__(self, config: LlamaConfig, layer: Layer) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList([layer])
         self.rotary = LlamaRotaryEmbedding(config)
 
     @property
     def layer(self) -> Layer:
-        layer = self.layers[0]
-        assert isinstance(layer, Layer)
-        return layer
+        return cast(Layer, self.get_submodule("layers.0"))
 
-    @abstractmethod
     def first_states(self, hidden: Tensor, aux: Tensor | None) -> Tensor:
         """Return the states (..., H) of the first step, from the target's hidden states or its `aux` (..., A H)."""
+        return hidden
 
     @abstractmethod
     def inputs(self, embeddings: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,9 +136,9 @@ class DrafterHead(nn.Module, ABC):
         `positions` (...) are the states'.
         """
 
-    @abstractmethod
     def features(self, states: Tensor) -> Tensor:
         """Return the LM head's input for states of the head, (..., H)."""
+        return states
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Return states (B, T, H) from the residual (B, T, H) and attended values (B, heads, T, D)."""
@@ -170,10 +165,6 @@ class DrafterHead(nn.Module, ABC):
     def serving_weights(self) -> dict[str, Tensor]:
         """Return copies of the weights on the host, by the names that vLLM loads and the checkpoint has."""
         return host_copies(self.state_dict())
-
-    def take_serving_weights(self, weights: Tensors) -> None:
-        """Load the result of `serving_weights` of a head of this shape."""
-        self.load_state_dict(weights)
 
     @abstractmethod
     def config_dict(self) -> dict[str, Any]:
@@ -235,18 +226,13 @@ class EagleHead(DrafterHead):
     method: ClassVar[Literal["eagle", "eagle3"]] = "eagle"
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config, Layer(config, config.hidden_size))
+        super().__init__(config)
+        self.layers = nn.ModuleList([Layer(config, config.hidden_size)])
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-
-    def first_states(self, hidden: Tensor, aux: Tensor | None) -> Tensor:
-        return hidden
 
     def inputs(self, embeddings: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         joined = self.fc(torch.cat([embeddings, states], -1))
         return joined, joined
-
-    def features(self, states: Tensor) -> Tensor:
-        return states
 
     def config_dict(self) -> dict[str, Any]:
         return dict(self.config.to_dict())
@@ -285,7 +271,8 @@ class Eagle3Head(DrafterHead):
         norms: frozenset[Norm] = frozenset(),
         qk_norm: bool = False,
     ) -> None:
-        super().__init__(config, NormedLayer(config, qk_norm=qk_norm))
+        super().__init__(config)
+        self.layers = nn.ModuleList([NormedLayer(config, qk_norm=qk_norm)])
         # vLLM hands over the states in rising order, independent of the config's.
         assert list(aux_layers) == sorted(set(aux_layers))
         self.aux_layers, self.verifier, self.norms, self.qk_norm = tuple(aux_layers), verifier, norms, qk_norm
@@ -307,6 +294,10 @@ class Eagle3Head(DrafterHead):
             self.register_buffer("t2d", torch.zeros(config.vocab_size).index_fill(0, draft_vocabulary, 1.0).bool())
 
     @property
+    def layer(self) -> NormedLayer:
+        return cast(NormedLayer, self.layers[0])
+
+    @property
     def draft_ids(self) -> Tensor | None:
         if not hasattr(self, "d2t"):
             return None
@@ -324,11 +315,9 @@ class Eagle3Head(DrafterHead):
         return states
 
     def inputs(self, embeddings: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        layer = self.layer
-        assert isinstance(layer, NormedLayer)
-        normed = layer.hidden_norm(states)
+        normed = self.layer.hidden_norm(states)
         residual = normed if "norm_before_residual" in self.norms else states
-        return torch.cat([layer.input_layernorm(embeddings), normed], -1), residual
+        return torch.cat([self.layer.input_layernorm(embeddings), normed], -1), residual
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         states = super().finish(residual, attended)
@@ -388,61 +377,45 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 class MtpLayer(Layer):
-    """A Qwen2 layer: its input norm, and biases of queries, keys and values alone."""
+    """A Qwen2 layer, with its input norm and biases of queries, keys and values alone, and the modules around it."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config, config.hidden_size)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
-
-
-class MtpHead(DrafterHead):
-    """The layer and the norms around it; `serving_weights` have the checkpoint's names."""
-
-    method: ClassVar[Literal["mtp"]] = "mtp"
-
-    def __init__(self, config: LlamaConfig) -> None:
-        config.attention_bias = True
-        super().__init__(config, MtpLayer(config))
         hidden, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(config, hidden)
+        self.input_layernorm = LlamaRMSNorm(hidden, eps=eps)
+        self.self_attn.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, hidden, bias=False)
         self.token_layernorm = LlamaRMSNorm(hidden, eps=eps)
         self.hidden_layernorm = LlamaRMSNorm(hidden, eps=eps)
         self.input_proj = nn.Linear(2 * hidden, hidden, bias=False)
         self.final_layernorm = LlamaRMSNorm(hidden, eps=eps)
 
-    def first_states(self, hidden: Tensor, aux: Tensor | None) -> Tensor:
-        return hidden
+
+class MtpHead(DrafterHead):
+    """An MTP layer, under the names that it has in its model."""
+
+    method: ClassVar[Literal["mtp"]] = "mtp"
+
+    def __init__(self, config: LlamaConfig) -> None:
+        config.attention_bias = True
+        super().__init__(config)
+        self.model = nn.ModuleDict({"mtp_layers": nn.ModuleList([MtpLayer(config)])})
+
+    @property
+    def layer(self) -> MtpLayer:
+        return cast(MtpLayer, self.get_submodule("model.mtp_layers.0"))
 
     def inputs(self, embeddings: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.layer
-        assert isinstance(layer, MtpLayer)
         embeddings = torch.where(positions[..., None] == 0, 0.0, embeddings)
-        joined = self.input_proj(torch.cat([self.hidden_layernorm(states), self.token_layernorm(embeddings)], -1))
+        joined = layer.input_proj(torch.cat([layer.hidden_layernorm(states), layer.token_layernorm(embeddings)], -1))
         return layer.input_layernorm(joined), joined
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        states: Tensor = self.final_layernorm(super().finish(residual, attended))
+        states: Tensor = self.layer.final_layernorm(super().finish(residual, attended))
         return states
-
-    def features(self, states: Tensor) -> Tensor:
-        return states
-
-    def serving_weights(self) -> dict[str, Tensor]:
-        return {PREFIX + name.removeprefix(_LAYER): value for name, value in super().serving_weights().items()}
-
-    def take_serving_weights(self, weights: Tensors) -> None:
-        self.load_state_dict(self._by_own_names(weights))
 
     def config_dict(self) -> dict[str, Any]:
         return {**self.config.to_dict(), "architectures": [MTP_ARCHITECTURE]}
-
-    def take_checkpoint(self, name: str | Path, weights: Tensors) -> None:
-        """Load the weights of a checkpoint, by its names. ConfigError where one is missing or of another shape."""
-        self.take_weights(name, self._by_own_names(weights))
-
-    def _by_own_names(self, weights: Tensors) -> dict[str, Tensor]:
-        names = {PREFIX + key.removeprefix(_LAYER): key for key in self.state_dict()}
-        return {names.get(key, key): value for key, value in weights.items()}
 
 
 def mtp_of_model(target_folder: str | Path) -> MtpHead:
@@ -454,27 +427,14 @@ def mtp_of_model(target_folder: str | Path) -> MtpHead:
             'draft as they are: rollout.drafters.mtp = {kind = "learned", method = "mtp"}'
         )
     head = MtpHead(layer_config(target))
-    head.take_checkpoint(target_folder, mtp_weights(target_folder))
+    head.take_weights(target_folder, mtp_weights(target_folder))
     return head
 
 
 def mtp_weights(target_folder: str | Path) -> dict[str, Tensor]:
     """Read the weights of the MTP layer of the model in a folder or of the Hub; empty where it has none."""
     folder = local_folder(target_folder)
-    return read_weights(folder, MtpHead(layer_config(read_config(folder))).serving_weights())
-
-
-def fresh_mtp(target: PretrainedConfig, seed: int) -> MtpHead:
-    """Return an MTP layer of random weights for a target of this shape; its branches add nothing yet."""
-    head = MtpHead(layer_config(target))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, value in sorted(head.named_parameters()):
-            if value.dim() == 2:
-                value.normal_(0.0, value.shape[1] ** -0.5, generator=generator)
-            if name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
-                value.zero_()
-    return head
+    return read_weights(folder, MtpHead(layer_config(read_config(folder))).state_dict())
 
 
 def save_with_mtp(model: Any, folder: str | Path, weights: Tensors, layer: Tensors) -> None:

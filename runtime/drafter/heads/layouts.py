@@ -48,7 +48,7 @@ def load_head(name: str | Path, *, target: str | Path | None = None) -> DrafterH
     config = _read_json(folder)
     if config.get("architectures") == [MTP_ARCHITECTURE]:
         mtp = MtpHead(LlamaConfig.from_dict(config))
-        mtp.take_checkpoint(name, {f"model.{key}": value for key, value in _read_weights(folder).items()})
+        mtp.take_weights(name, {f"model.{key}": value for key, value in _read_weights(folder).items()})
         return mtp
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3"):

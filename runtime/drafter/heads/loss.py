@@ -93,41 +93,47 @@ def drafter_loss(
 
 
 class Chains:
-    """The chains from all rows of a batch, side by side: each `step` makes one state per chain."""
+    """Chains from rows of a batch, side by side, at first from all: each `step` makes one state per chain."""
 
     def __init__(self, head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch) -> None:
         self.head, self.embedding, self.batch = head, frozen.embedding, batch
         lengths = torch.tensor(batch.lengths, dtype=torch.long, device=batch.token_ids.device)
+        ends = lengths.cumsum(0)
         self.rows = torch.arange(batch.num_rows, device=batch.token_ids.device)
-        self.last = torch.repeat_interleave(lengths.cumsum(0) - 1, lengths)
+        self.first, self.last = (torch.repeat_interleave(part, lengths) for part in (ends - lengths, ends - 1))
         self.num_steps = 0
         dtype = frozen.embedding.dtype
         self.states = head.first_states(batch.hidden.to(dtype), None if batch.aux is None else batch.aux.to(dtype))
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self._shared: tuple[Tensor, Tensor] | None = None
+        self._own: list[tuple[Tensor, Tensor]] = []
+
+    def keep(self, chosen: Tensor) -> None:
+        """Go on with the chains where `chosen` (chains) is True."""
+        self.rows, self.first, self.last = self.rows[chosen], self.first[chosen], self.last[chosen]
+        self.states = self.states[chosen]
+        self._own = [(k[:, :, chosen], v[:, :, chosen]) for k, v in self._own]
 
     def step(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Run one step of the chain from each row s (T); return states, rows and a mask.
+        """Run one step of each chain from a row s; return states, rows and a mask, of T chains.
 
         The states (T, H), of step i, stand for the row after s + i. The rows s + i (T) are cut at the last one of the
         sequence. The mask (T) is True where s + i is within the sequence. Beyond its end a chain repeats the
         last row's token, and its states are meaningless.
         """
-        batch, layer = self.batch, self.head.layer
+        batch = self.batch
         at = torch.minimum(self.rows + self.num_steps, self.last)
         inside = self.rows + self.num_steps <= self.last
         embeddings = functional.embedding(batch.token_ids[at], self.embedding)
-        positions = (batch.positions + self.num_steps)[None]
+        positions = (batch.positions[self.rows] + self.num_steps)[None]
         x, residual = self.head.inputs(embeddings[None], self.states[None], positions)
-        rotation = self.head.rotation(positions)
-        q, k, v = layer.self_attn.project(x, rotation)
-        self.keys.append(k)
-        self.values.append(v)
-        if self.num_steps == 0:
+        q, k, v = self.head.layer.self_attn.project(x, self.head.rotation(positions))
+        if self._shared is None:
+            self._shared = k, v
             attended = causal_attention(q, k, v, batch.lengths)
         else:
-            own_k, own_v = torch.stack(self.keys[1:], 3), torch.stack(self.values[1:], 3)
-            attended = chain_attention(q, self.keys[0], self.values[0], own_k, own_v, batch.lengths)
+            self._own.append((k, v))
+            own_k, own_v = (torch.stack(parts, 3) for parts in zip(*self._own, strict=True))
+            attended = chain_attention(q, *self._shared, own_k, own_v, self.rows, self.first)
         self.states = self.head.finish(residual, attended)[0]
         self.num_steps += 1
         return self.states, at, inside

@@ -55,16 +55,17 @@ class FrozenTarget:
         missing = [name for name in names if name not in weights]
         if missing:
             raise ConfigError(f"the target's weights have no {missing[0]}, which its drafter reads")
-        return cls(embedding=weights[EMBEDDING], lm_head=weights[names[-1]], **_norm(weights[names[0]], config))
+        norm, eps = (weights[FINAL_NORM], config.rms_norm_eps) if is_mimo(config) else (None, 0.0)
+        return cls(embedding=weights[EMBEDDING], lm_head=weights[names[-1]], norm=norm, eps=eps)
 
     @classmethod
-    def of(cls, model: Any) -> FrozenTarget:
-        """Take the tensors of a Hugging Face model."""
-        embedding, lm_head, norm = (
-            part.weight.detach()
-            for part in (model.get_input_embeddings(), model.get_output_embeddings(), model.base_model.norm)
-        )
-        return cls(embedding=embedding, lm_head=lm_head, **_norm(norm, model.config))
+    def of(cls, model: Any, take: Callable[[Tensor], Tensor] = Tensor.detach) -> FrozenTarget:
+        """Take the tensors of a Hugging Face model, each by `take`."""
+        weight, output, config = model.get_input_embeddings().weight, model.get_output_embeddings().weight, model.config
+        embedding = take(weight)
+        lm_head = embedding if output is weight else take(output)
+        norm, eps = (take(model.base_model.norm.weight), config.rms_norm_eps) if is_mimo(config) else (None, 0.0)
+        return cls(embedding=embedding, lm_head=lm_head, norm=norm, eps=eps)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return logits (..., V) of the target's captured hidden states (..., H)."""
@@ -87,10 +88,6 @@ class FrozenTarget:
 def is_mimo(config: Any) -> bool:
     """Return True if a target's states are those before its final norm."""
     return bool(getattr(config, "architectures", None) == [MIMO])
-
-
-def _norm(weight: Tensor, config: Any) -> dict[str, Any]:
-    return {"norm": weight, "eps": config.rms_norm_eps} if is_mimo(config) else {}
 
 
 def local_folder(name: str | Path) -> Path:

@@ -11,8 +11,9 @@ other weights the target's hidden states, and with them an EAGLE head's drafts, 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.nn import functional
 from tltlab.arrays import Bytes
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.kinds import check_fit
 from tltlab.runtime.drafter.heads.layouts import is_head, load_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.traces.drafts import RecordedResponse
@@ -45,7 +47,8 @@ def learned_annotator(method: str, model: str, target: str | None) -> TeacherFor
     if method == "learned":
         method = "head" if is_head(model) else "draft_model"
     if method == "draft_model":
-        return DraftModel(load_target(model)[0])
+        drafting, _ = load_target(model)
+        return TeacherForced(vocabulary=drafting.config.vocab_size, kept=partial(kept_by_model, drafting))
     if method not in ("eagle", "eagle3", "head"):
         raise ConfigError(
             f"a learned drafter of method {method!r} cannot be annotated; draft_model, eagle and eagle3 can"
@@ -55,72 +58,60 @@ def learned_annotator(method: str, model: str, target: str | None) -> TeacherFor
     head = load_head(model, target=target)
     if method not in ("head", head.method):
         raise ConfigError(f"{model} holds a head of method {head.method!r}, not {method!r}")
-    return Eagle(head, load_target(target)[0])
+    check_fit(head, model, target)
+    verifier, _ = load_target(target)
+    head.to(verifier.device, verifier.dtype).eval()
+    return TeacherForced(vocabulary=verifier.config.vocab_size, kept=partial(kept_by_head, head, verifier))
 
 
-class TeacherForced(ABC):
-    """Annotates responses one by one; subclasses define `kept` along one text."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherForced:
+    """Annotates responses one by one, of tokens below `vocabulary`.
+
+    `kept(prompt, response, max_depth)` are the accepted tokens of a draft at each position of a response: integers
+    (response tokens). Prompt and response together have at least two tokens.
+    """
 
     vocabulary: int
+    kept: Callable[[Sequence[int], Sequence[int], int], Tensor]
 
     def annotate(self, responses: Sequence[RecordedResponse], max_depth: int) -> list[Bytes]:
-        kept = []
+        rows = []
         for response in responses:
-            text = response.prompt_token_ids + response.token_ids
-            if max(text, default=0) >= self.vocabulary:
+            prompt, token_ids = response.prompt_token_ids, response.token_ids
+            if (largest := max([*prompt, *token_ids], default=0)) >= self.vocabulary:
                 raise ConfigError(
-                    f"response {response.key} has token {max(text)}, the model's vocabulary ends at "
+                    f"response {response.key} has token {largest}, the model's vocabulary ends at "
                     f"{self.vocabulary - 1}: this drafter is not for this trace"
                 )
-            start = len(response.prompt_token_ids)
-            with torch.inference_mode():
-                row = self.kept(torch.tensor(text), start, max_depth) if response.token_ids else torch.zeros(0)
-            kept.append(row.numpy().astype(np.uint8))
-        return kept
-
-    @abstractmethod
-    def kept(self, text: Tensor, start: int, max_depth: int) -> Tensor:
-        """Return the accepted tokens of a draft at each position of text (T) from `start` on: (T - start) integers."""
+            row = torch.zeros(len(token_ids))
+            if token_ids and len(prompt) + len(token_ids) > 1:
+                with torch.inference_mode():
+                    row = self.kept(prompt, token_ids, max_depth)
+            rows.append(row.numpy().astype(np.uint8))
+        return rows
 
 
-class DraftModel(TeacherForced):
-    """A language model with the target's vocabulary as drafter."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.vocabulary = model.config.vocab_size
-
-    def kept(self, text: Tensor, start: int, max_depth: int) -> Tensor:
-        if len(text) < 2:
-            return torch.zeros(len(text) - start)
-        text = text.to(self.model.device)
-        hidden = self.model.base_model(input_ids=text[None, :-1], use_cache=False).last_hidden_state[0]
-        # There is no draft before a text's first token.
-        first = max(start, 1)
-        lm_head = self.model.get_output_embeddings()
-        greedy = torch.cat([lm_head(part).argmax(-1) for part in hidden[first - 1 :].split(CHUNK)])
-        hits, number = greedy == text[first:], torch.arange(len(greedy), device=text.device)
-        # Position of the next miss, from each position on: hits [1, 1, 0, 1] have runs of [2, 1, 0, 1].
-        misses = torch.where(hits, len(hits), number).flip(0).cummin(0).values.flip(0)
-        return functional.pad((misses - number).clamp(max=max_depth), (first - start, 0)).cpu()
+def kept_by_model(model: Any, prompt: Sequence[int], response: Sequence[int], max_depth: int) -> Tensor:
+    """`TeacherForced.kept` of a language model with the target's vocabulary."""
+    text = torch.tensor([*prompt, *response], device=model.device)
+    hidden = model.base_model(input_ids=text[None, :-1], use_cache=False).last_hidden_state[0]
+    # There is no draft before a text's first token.
+    first = max(len(prompt), 1)
+    lm_head = model.get_output_embeddings()
+    greedy = torch.cat([lm_head(part).argmax(-1) for part in hidden[first - 1 :].split(CHUNK)])
+    hits, number = greedy == text[first:], torch.arange(len(greedy), device=text.device)
+    # Position of the next miss, from each position on: hits [1, 1, 0, 1] have runs of [2, 1, 0, 1].
+    misses = torch.where(hits, len(hits), number).flip(0).cummin(0).values.flip(0)
+    return functional.pad((misses - number).clamp(max=max_depth), (first - len(prompt), 0)).cpu()
 
 
-class Eagle(TeacherForced):
-    """An EAGLE or EAGLE-3 head on its target; drafts for token t + 1 need the target's state at t - 1, as in vLLM."""
+def kept_by_head(
+    head: DrafterHead, target: Any, prompt: Sequence[int], response: Sequence[int], max_depth: int
+) -> Tensor:
+    """`TeacherForced.kept` of an EAGLE or EAGLE-3 head on its target.
 
-    def __init__(self, head: DrafterHead, target: Any) -> None:
-        if head.config.hidden_size != target.config.hidden_size:
-            raise ConfigError(
-                f"the EAGLE head is for a target of hidden size {head.config.hidden_size}, "
-                f"the model has {target.config.hidden_size}"
-            )
-        self.head = head.to(target.device, target.dtype).eval()
-        self.target = target
-        self.frozen = FrozenTarget.of(target)
-        self.vocabulary = target.config.vocab_size
-
-    def kept(self, text: Tensor, start: int, max_depth: int) -> Tensor:
-        if len(text) < 3:
-            return torch.zeros(len(text) - start, dtype=torch.uint8)
-        prompt, response = text[:start].tolist(), text[start:].tolist()
-        return kept_along(self.head, self.frozen, along(self.target, self.head.aux_layers, prompt, response), max_depth)
+    Drafts for token t + 1 need the target's state at t - 1, as in vLLM.
+    """
+    text = along(target, head.aux_layers, prompt, response)
+    return kept_along(head, FrozenTarget.of(target), text, max_depth)

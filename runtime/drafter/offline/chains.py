@@ -15,15 +15,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.loss import Chains
 from tltlab.runtime.drafter.heads.target import FrozenTarget
-from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.trainer.attention import two_part_attention
+from tltlab.runtime.drafter.sequences import TrainingSequence, pack
 
 CHUNK = 256
-"""Chains followed at a time: bounds the memory of logits and attention scores."""
+"""Rows of logits held at a time."""
 
 
 @torch.inference_mode()
@@ -37,69 +36,22 @@ def kept_along(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequen
     >>> kept_along(head, frozen, sequence, max_depth=8)                                             # doctest: +SKIP
     tensor([2, 1, 0, 8, 7], dtype=torch.uint8)
     """
-    device, dtype = frozen.embedding.device, frozen.embedding.dtype
-    text = sequence.token_ids.to(device).long()
-    start = min(sequence.prompt_tokens, len(text))
-    kept = torch.zeros(len(text) - start, dtype=torch.uint8, device=device)
-    if len(text) < 3 or start == len(text):
-        return kept.cpu()
-    # The last state is for a draft beyond the text.
-    hidden = sequence.hidden[: len(text) - 2].to(device, dtype)
-    aux = None if sequence.aux is None else sequence.aux[: len(text) - 2].to(device, dtype)
-    embedded = functional.embedding(text, frozen.embedding)
-    states = head.first_states(hidden, aux)
-    # Input t is (token t + 1, state t), its draft is for token t + 2.
-    positions = torch.arange(len(text), device=device) + sequence.first_position
-    here = positions[None, : len(text) - 2]
-    x, residual = head.inputs(embedded[None, 1:-1], states[None], here)
-    q, k, v = head.layer.self_attn.project(x, head.rotation(here))
-    run = _Run(head, frozen, text, embedded, positions, k[0], v[0])
-    first = max(start - 2, 0)
-    for begin in range(first, x.shape[1], CHUNK):
-        at = torch.arange(begin, min(begin + CHUNK, x.shape[1]), device=device)
-        kept[at + 2 - start] = run.follow(at, residual[0, at], q[0, :, at].transpose(0, 1), max_depth)
-    return kept.cpu()
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One text with the keys and values (KV heads, T, D) of the target's states along it."""
-
-    head: DrafterHead
-    frozen: FrozenTarget
-    text: Tensor
-    embedded: Tensor
-    positions: Tensor
-    keys: Tensor
-    values: Tensor
-
-    def follow(self, at: Tensor, residual: Tensor, q: Tensor, max_depth: int) -> Tensor:
-        """Return the accepted tokens of the chains that start at the inputs `at` (A): uint8 (A).
-
-        `residual` (A, H) and `q` (A, heads, D) are those of these inputs. A chain attends to the keys up to its own
-        input, and its own later ones.
-        """
-        layer, text = self.head.layer, self.text
-        mask = torch.arange(self.keys.shape[1], device=at.device) <= at[:, None]
-        kept, alive = torch.zeros(len(at), dtype=torch.uint8, device=at.device), torch.arange(len(at), device=at.device)
-        own_k = own_v = self.keys.new_zeros(len(at), self.keys.shape[0], 0, self.keys.shape[2])
-        for step in range(max_depth):
-            attended = two_part_attention(q, self.keys, self.values, mask[alive], own_k, own_v)
-            states = self.head.finish(residual[:, None], attended[:, :, None])[:, 0]
-            here = at[alive] + 2 + step
-            hit = self.head.greedy(states, self.frozen) == text[here]
-            kept[alive[hit]] += 1
-            goes_on = hit & (here + 1 < len(text))
-            alive, states, own_k, own_v, here = (part[goes_on] for part in (alive, states, own_k, own_v, here))
-            if not len(alive):
-                break
-            at_states = self.positions[here - 1][:, None]
-            inputs = self.head.inputs(self.embedded[here][:, None], states[:, None], at_states)
-            x, residual = (part[:, 0] for part in inputs)
-            rotation = self.head.rotation(at_states)
-            q, k, v = layer.self_attn.project(x[:, None], rotation)
-            q, own_k, own_v = q[:, :, 0], torch.cat([own_k, k], 2), torch.cat([own_v, v], 2)
+    kept = torch.zeros(max(len(sequence.token_ids) - sequence.prompt_tokens, 0), dtype=torch.uint8)
+    batch = pack([sequence], frozen.embedding.device)
+    if not bool(batch.mask.any()):
         return kept
+    chains = Chains(head, frozen, batch)
+    of_rows = torch.zeros(batch.num_rows, dtype=torch.uint8, device=batch.mask.device)
+    for _ in range(max_depth):
+        states, at, inside = chains.step()
+        greedy = torch.cat([head.greedy(part, frozen) for part in states.split(CHUNK)])
+        chains.keep(inside & batch.mask[chains.rows] & (greedy == batch.next_token_ids[at]))
+        if not len(chains.rows):
+            break
+        of_rows[chains.rows] += 1
+    drafts = of_rows[batch.mask]
+    kept[len(kept) - len(drafts) :] = drafts
+    return kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.sequences import TrainingSequence, pack
-from tltlab.runtime.drafter.worker import SHORTEST_STRETCH, DataBuffer, TrainerData, read_data, write_data
+from tltlab.runtime.drafter.worker import SHORTEST_STRETCH, DataBuffer, read_data, write_data
 from tltlab.runtime.recipe.drafter import BufferConfig
 
 from .drafting_text import largest_file
@@ -122,14 +122,13 @@ def test_a_buffer_from_a_file_draws_alike(dtype, tmp_path):
     buffer = filled(*(replace(s, hidden=s.hidden.to(dtype)) for s in held), rl_step=1, max_bytes=8 * 16 * ROW_BYTES)
     generator = rng(3)
     buffer.sample(40, generator)
-    path = tmp_path / "of" / "data.safetensors"
-    data = TrainerData(sequences=[*buffer.sequences(), made(9, 5)], random_state=generator.bit_generator.state)
-    write_data(path, data)
-    found = read_data(path)
-    other, theirs = filled(*found.sequences[:-1], rl_step=1, max_bytes=8 * 16 * ROW_BYTES), rng()
-    theirs.bit_generator.state = dict(found.random_state)
-    assert same(found.sequences[-1], made(9, 5))
-    assert found.sequences[0].hidden.dtype == dtype
+    path = tmp_path / "of" / "data.pt"
+    write_data(path, [*buffer.sequences(), made(9, 5)], generator.bit_generator.state)
+    found, random_state = read_data(path)
+    other, theirs = filled(*found[:-1], rl_step=1, max_bytes=8 * 16 * ROW_BYTES), rng()
+    theirs.bit_generator.state = random_state
+    assert same(found[-1], made(9, 5))
+    assert found[0].hidden.dtype == dtype
     assert (other.nbytes, len(other)) == (buffer.nbytes, 8)
     for each in (buffer, other):
         each.begin(2)
@@ -141,15 +140,15 @@ def test_a_buffer_from_a_file_draws_alike(dtype, tmp_path):
 
 
 def test_damaged_files_and_full_disks_are_refused(tmp_path):
-    path = tmp_path / "data-0.safetensors"
-    data = TrainerData(sequences=[made(0, 200)], random_state=rng().bit_generator.state)
-    write_data(path, data)
+    path = tmp_path / "data-0.pt"
+    data = [made(0, 200)], rng().bit_generator.state
+    write_data(path, *data)
     path.write_bytes(path.read_bytes()[:-1])
     with refused(ConfigError, naming=("data-0",)):
         read_data(path)
     before = path.read_bytes()
     with largest_file(100), refused(RunError):
-        write_data(path, data)
+        write_data(path, *data)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 

@@ -24,9 +24,9 @@ def save(saved, tensors):
     saved.finish()
 
 
-def loaded(folder, size=1000):
-    found = state(-1.0, size)
-    if not DrafterCheckpoint(folder).load(found):
+def loaded(folder):
+    found = DrafterCheckpoint(folder).load()
+    if found is None:
         return None
     (value,) = set(found["head.fc.weight"].tolist())
     assert found["counters"].tolist() == [int(value), 0]
@@ -43,9 +43,7 @@ def test_training_continues_bit_by_bit(tmp_path):
     training.update([sequence(1)])
     training.update([sequence(2)])
     after = HeadTraining(head(tmp_path / "b", seed=4), frozen(), LossConfig(), optim)
-    found = after.state_dict()
-    assert saved.load(found)
-    after.load_state_dict(found)
+    after.load_state_dict(saved.load())
     assert after.updates == 1
     after.update([sequence(1)])
     after.update([sequence(2)])
@@ -73,11 +71,11 @@ def test_on_a_full_disk_the_last_checkpoint_stays(tmp_path):
         save(saved, state(3.0, 100_000))
     assert len(saved.failures) == 2
     assert all(fact in saved.failures[0] for fact in (str(saved.path), "File too large"))
-    assert loaded(tmp_path, 100_000) == 1.0
+    assert loaded(tmp_path) == 1.0
     assert list(tmp_path.iterdir()) == [saved.path]
     save(saved, state(4.0, 100_000))
     assert len(saved.failures) == 2
-    assert loaded(tmp_path, 100_000) == 4.0
+    assert loaded(tmp_path) == 4.0
 
 
 def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
@@ -94,13 +92,10 @@ def test_a_file_that_is_no_state_is_reported(tmp_path):
     # The last one runs what it says where it is unpickled.
     for data in (whole[:50], b"", pickle.dumps(Opened(tmp_path / "opened"))):
         saved.path.write_bytes(data)
-        found = state(-1.0)
-        assert not saved.load(found)
-        assert set(found["head.fc.weight"].tolist()) == {-1.0}
+        assert saved.load() is None
         assert str(saved.path) in saved.failures[-1]
     assert not (tmp_path / "opened").exists()
     saved.path.write_bytes(whole)
-    assert not saved.load(state(-1.0, size=7)), "of another head"
     assert loaded(tmp_path) == 1.0
 
 

@@ -4,10 +4,8 @@ import threading
 import time
 from itertools import product
 
-import msgspec
 import pytest
 import torch
-import zmq
 
 from tltlab.runtime.drafter.feed import SequenceReceiver, SequenceSender
 from tltlab.runtime.drafter.sequences import TrainingSequence
@@ -44,9 +42,7 @@ def endpoint(sockets):
 
 @pytest.fixture
 def sender(endpoint):
-    sender = SequenceSender(endpoint)
-    yield sender
-    sender.close()
+    return SequenceSender(endpoint)
 
 
 def connect(sender, heard):
@@ -95,7 +91,7 @@ def test_a_sequence_arrives_bit_by_bit(heard, sender):
     sender.sequence(TrainingSequence(key=(0, "p", 0, 0), token_ids=torch.zeros(1), hidden=torch.zeros(0, 64)))
     sender.sequence(text.sequence(1))
     until(lambda: heard.sequences)
-    assert (len(heard.sequences), heard.feed.malformed) == (1, 0), "one without states is not sent"
+    assert len(heard.sequences) == 1, "one without states is not sent"
 
 
 def test_without_a_trainer_everything_is_dropped(endpoint, sender):
@@ -133,36 +129,6 @@ def test_a_trainer_that_hangs_holds_nobody_up(endpoint, sender):
     goes_on.set()
     assert heard.feed.settle(300)
     assert len(got) > 1
-    heard.close()
-
-
-def test_what_is_no_message_is_dropped_and_counted(endpoint):
-    heard = Heard(endpoint)
-    stranger = zmq.Context.instance().socket(zmq.PUSH)
-    stranger.setsockopt(zmq.LINGER, 0)
-    stranger.connect(endpoint)
-    header = {
-        "type": "_Sequence", "key": [0, "p", 0, 0], "first_position": 0, "prompt_tokens": 1, "dtype": "torch.float32",
-        "width": 4, "aux_width": 0,
-    }  # fmt: skip
-    tokens, hidden = torch.zeros(3, dtype=torch.int32).numpy().tobytes(), torch.zeros(2, 4).numpy().tobytes()
-    bad = [
-        [b"\xff\xff"],
-        [msgspec.msgpack.encode(header | {"key": "zero"})],
-        [msgspec.msgpack.encode(header)],
-        [msgspec.msgpack.encode(header), tokens],
-        [msgspec.msgpack.encode(header), tokens, hidden[:-1]],
-        [msgspec.msgpack.encode(header), tokens, hidden[:16]],
-        [msgspec.msgpack.encode(header | {"dtype": "torch.float64"}), tokens, hidden],
-        [msgspec.msgpack.encode(header | {"width": 0}), tokens, hidden],
-        [msgspec.msgpack.encode(header | {"aux_width": 4}), tokens, hidden, hidden[:16]],
-    ]
-    for frames in bad:
-        stranger.send_multipart(frames)
-    stranger.send_multipart([msgspec.msgpack.encode(header), tokens, hidden])
-    until(lambda: heard.sequences)
-    assert heard.feed.malformed == len(bad)
-    stranger.close()
     heard.close()
 
 

@@ -88,9 +88,8 @@ def test_two_members_end_where_one_does(point, tmp_path, kind):
     for *pair, four in zip(*reports, texts, strict=True):
         one = alone.update(four)
         for report in pair:
-            assert (report.members, report.tokens, report.sequences) == (2, one.tokens, 4)
-            for name in ("loss", "grad_norm"):
-                assert getattr(report, name) == pytest.approx(getattr(one, name), rel=1e-5)
+            assert report.tokens == one.tokens
+            assert report.loss == pytest.approx(one.loss, rel=1e-5)
     left, right, expected = (training.state_dict() for training in (*members, alone))
     assert same(left, right)
     assert left["counters"].tolist() == [4, 0, 0, 4]
@@ -137,10 +136,10 @@ def test_a_lost_member_costs_the_others_one_update(point, tmp_path, hangs):
         assert same(training.state_dict(), before)
         with refused(GroupLost, naming=("closed",)):
             group.sum(torch.zeros(1))
-        assert training.update([text.sequence(20)]).members == 1
+        tokens = training.update([text.sequence(20)]).tokens
         with joined(point.address, "term-2", rank, 2) as again:
             training.share(again)
-            assert training.update([text.sequence(30 + rank)], again).members == 2
+            assert training.update([text.sequence(30 + rank)], again).tokens == 2 * tokens
         assert training.updates == 3
 
     lost = threading.Thread(target=is_lost)
@@ -166,13 +165,11 @@ def test_a_meeting_point_listens_at_one_address(point):
     host, port = point.address.split(":")
     with socket.create_connection((host, int(port))), refused(OSError, naming=("refused",)):
         socket.create_connection(("127.0.0.9", int(port)))
-    with refused(RunError, naming=("127", port)):
-        RendezvousServer(port=int(port))
+    with refused(RunError, naming=("192.0.2.1",)):
+        RendezvousServer("192.0.2.1")
 
 
 def test_what_cannot_be_is_the_callers_mistake(point):
     store = rendezvous_store(point.address, "term-1", 1.0)
-    with refused(ConfigError, naming=("0", "1")):
-        DrafterGroup.join(store, 2, 2, 1.0)
     with refused(ConfigError, naming=("CUDA",)):
         DrafterGroup.join(store, 0, 2, 1.0, backend="nccl")

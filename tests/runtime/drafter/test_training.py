@@ -118,11 +118,10 @@ def test_an_update_is_what_plain_torch_does(tmp_path):
         adam.zero_grad()
         loss = drafter_loss(plain, frozen(), pack(texts), LOSS).loss
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         adam.param_groups[0]["lr"] = 3e-3 * min(1.0, (n + 1) / 4)
         adam.step()
         assert report.loss == pytest.approx(float(loss.detach()), rel=1e-5)
-        assert report.grad_norm == pytest.approx(float(norm), rel=1e-4)
     assert same(dict(made.head.named_parameters()), dict(plain.named_parameters()), atol=1e-5)
 
 
@@ -290,6 +289,6 @@ def test_parts_add_up_to_the_whole(monkeypatch):
     expected = whole.update(texts)
     monkeypatch.setitem(PART_ROWS, "cpu", 1)
     found = parts.update(texts)
-    assert (found.tokens, found.sequences) == (expected.tokens, expected.sequences)
+    assert (found.tokens, found.own_sequences) == (expected.tokens, 3)
     assert found.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    assert same(parts.state_dict(), whole.state_dict(), atol=1e-5)

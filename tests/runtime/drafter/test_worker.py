@@ -147,8 +147,6 @@ class Bench:
             trainer.close()
         for thread in self._threads:
             thread.join(120)
-        for sender in self.senders.values():
-            sender.close()
         self.rendezvous.close()
         assert not any(thread.is_alive() for thread in self._threads)
 

@@ -47,8 +47,8 @@ def test_adapters_alone_move_and_are_sent(model, lora):
     for name, whole in merged.items():
         a, b = (tensors.get(f"{name.removesuffix('.weight')}.lora_{x}.default.weight") for x in "AB")
         assert torch.allclose(whole, origin[name] if a is None else origin[name] + 2 * b @ a, rtol=0, atol=1e-6)
-    now = dict(made._sender.source)
-    assert [tensor.shape for tensor in now.values()] == [meta.shape for meta in made._sender.source.metadata()]
+    now = dict(made._sent)
+    assert [tensor.shape for tensor in now.values()] == [meta.shape for meta in made._sent.metadata()]
     if lora.get("serve") == "adapter":
         assert len(now) == len(adapters)
     else:

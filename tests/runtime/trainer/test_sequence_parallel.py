@@ -36,7 +36,8 @@ def learned(trainer):
     """What a trainer measures and is after updates of all samples, and of one: most ranks then have none."""
     found = []
     for rl_step, drawn in enumerate((samples(), [samples()[5]])):
-        found.append(asdict(trainer.old_logprobs(drawn)) | asdict(trainer.update(rl_step)))
+        rank_of = [n % trainer.data_ranks for n in range(len(drawn))]
+        found.append(asdict(trainer.old_logprobs(drawn, rank_of)) | asdict(trainer.update(rl_step)))
         weights = trainer.weights()  # of all ranks; the first alone gets them
         found.append(torch.cat([tensor.flatten() for tensor in weights.values()]).numpy() if weights else None)
     for whole in (False, True):

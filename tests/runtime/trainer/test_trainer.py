@@ -262,7 +262,7 @@ def test_samples_that_are_not_finite_are_named(change, facts):
     [
         (samples(), None),
         ([], None),
-        ([replace(sample, reward=0.5) for sample in samples()], ("8 rewards", "0.5", "weights stay")),
+        ([replace(sample, reward=0.5) for sample in samples()], ("8 rewards", "0.5", "nothing moves")),
         ([replace(sample, reward=float(sample.group)) for sample in samples()], ("prompt", "train.kl_coef")),
     ],
 )

@@ -14,7 +14,7 @@ from tltlab.drafters.specs import LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
 from tltlab.runtime.drafter.heads.kinds import new_head
-from tltlab.runtime.drafter.offline.annotate import DraftModel, Eagle, learned_annotator
+from tltlab.runtime.drafter.offline.annotate import kept_by_head, kept_by_model, learned_annotator
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.rollout.worker import packed
@@ -90,7 +90,7 @@ def test_one_pass_keeps_what_chains_keep(draft_model, depth):
     with torch.inference_mode():
         text = text_of(greedy_chain(model), 32, seed=depth)
         expected = naive(text, 5, depth, greedy_chain(model))
-        assert DraftModel(model).kept(torch.tensor(text), 5, depth).tolist() == expected
+        assert kept_by_model(model, text[:5], text[5:], depth).tolist() == expected
     assert min(expected) == 0
     assert max(expected) == depth
 
@@ -105,10 +105,10 @@ def test_without_enough_text_before_it_nothing_is_drafted(draft_model, eagle_hea
 
 
 def test_the_folder_states_what_a_learned_drafter_is(eagle_head, draft_model, target_folder):
-    assert isinstance(learned_annotator("learned", str(eagle_head), str(target_folder)), Eagle)
-    assert isinstance(learned_annotator("learned", str(draft_model), None), DraftModel)
+    assert learned_annotator("learned", str(eagle_head), str(target_folder)).kept.func is kept_by_head
+    assert learned_annotator("learned", str(draft_model), None).kept.func is kept_by_model
     named, annotator, traits = parse_drafter(f"eagle:{eagle_head}@2", target_folder)
-    assert (named, type(annotator), traits.has_network) == (("learned", 2), Eagle, True)
+    assert (named, annotator.kept.func, traits.has_network) == (("learned", 2), kept_by_head, True)
 
 
 def test_what_cannot_be_replayed_is_refused(eagle_head, draft_model, tmp_path):
