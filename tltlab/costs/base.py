@@ -45,6 +45,12 @@ class Coefficients:
             )
         return float(value)
 
+    def once_s(self, strategy: Strategy, drafter_loaded: bool) -> float:
+        """Seconds of an iteration for drafting at all, or for a drafter that is loaded in plain decoding."""
+        if strategy.speculates:
+            return self.need("sd_base_s")
+        return self.need("sd_idle_s") if drafter_loaded else 0.0
+
 
 class CostModel(Coefficients, StoredModel, ABC):
     """Seconds of iterations and prefill on one worker, and that worker's limits; its file is for `load_costs`.

@@ -298,11 +298,7 @@ class RooflineCosts(CostModel):
         drafter_loaded: bool = False,
         drafters: Drafters = STANDARD,
     ) -> RooflineIteration:
-        once = 0.0
-        if strategy.speculates:
-            once = self.constants.need("sd_base_s")
-        elif drafter_loaded:
-            once = self.constants.need("sd_idle_s")
+        once = self.constants.once_s(strategy, drafter_loaded)
         passes, width, layers = drafters.network_passes(strategy), 1, 1
         if passes:
             width, layers = drafters.tokens_per_pass(strategy), drafters[strategy.drafter].layers
