@@ -112,12 +112,6 @@ LEVEL = 1e-3
 """Policies whose scores differ by less than this share need no more seeds."""
 
 
-def some_steps(scenario: Scenario, num: int) -> Scenario:
-    """Return the scenario with so many of its RL steps, spread over them."""
-    at = spread(range(len(scenario.steps)), num)
-    return replace(scenario, steps=tuple(scenario.steps[i] for i in at), queues=tuple(scenario.queues[i] for i in at))
-
-
 def batch_times(scenario: Scenario) -> dict[int, tuple[float, float]]:
     """By batch size: plain iterations per RL step that workers spend at it, and their mean context."""
     times: dict[int, float] = defaultdict(float)
@@ -142,7 +136,11 @@ class TuningCases:
 
     def some(self, share: float, least: int) -> TuningCases:
         """This share of each trace's RL steps, `least` or more, spread over them."""
-        chosen = [some_steps(each, max(least, math.ceil(share * len(each.steps)))) for each in self.scenarios]
+        chosen = []
+        for each in self.scenarios:
+            at = spread(range(len(each.steps)), max(least, math.ceil(share * len(each.steps))))
+            steps, queues = (tuple(rows[i] for i in at) for rows in (each.steps, each.queues))
+            chosen.append(replace(each, steps=steps, queues=queues))
         return replace(self, scenarios=tuple(chosen))
 
     def granted(self, policy: Policy) -> dict[str, Any]:

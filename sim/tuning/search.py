@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -234,8 +234,8 @@ def search(
     combinations = math.prod(map(len, choices.values()))
     if combinations <= trials:
         trials = combinations
-        for values in product(*map(_places, choices.values())):
-            study.enqueue_trial(dict(zip(choices, values, strict=True)))
+        for places in product(*(range(len(values)) for values in choices.values())):
+            study.enqueue_trial(dict(zip(choices, places, strict=True)))
     else:
         study.enqueue_trial({name: _nearest(first[name], values) for name, values in choices.items() if name in first})
     scores: dict[str, float] = journal.known
@@ -256,24 +256,20 @@ def search(
 
 
 def _suggested(trial: Any, choices: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Ordered values are suggested by their place, so that the sampler knows which lie beside one another."""
+    """Values are suggested by their place; of numbers the sampler knows which lie beside one another."""
     settings = {}
     for name, values in choices.items():
-        if isinstance(values[0], str):
-            settings[name] = trial.suggest_categorical(name, values)
-        else:
-            settings[name] = values[trial.suggest_int(name, 0, len(values) - 1)]
+        last = len(values) - 1
+        named = isinstance(values[0], str)
+        at = trial.suggest_categorical(name, range(last + 1)) if named else trial.suggest_int(name, 0, last)
+        settings[name] = values[at]
     return settings
 
 
-def _places(values: tuple[Any, ...]) -> Sequence[Any]:
-    return values if isinstance(values[0], str) else range(len(values))
-
-
-def _nearest(value: Any, values: Sequence[Any]) -> Any:
+def _nearest(value: Any, values: Sequence[Any]) -> int:
     if isinstance(value, str):
-        return value
-    return min(range(len(values)), key=lambda i: abs(cast(float, values[i]) - value))
+        return values.index(value)
+    return min(range(len(values)), key=lambda i: abs(values[i] - value))
 
 
 def best_table(scenario: Scenario, strategies: Sequence[Strategy]) -> Policy:

@@ -85,9 +85,9 @@ class CostModel(Coefficients, StoredModel, ABC):
         """GPUs of one worker, 1 where the model does not state it."""
         return 1
 
-    def limits(self, *excluded: str) -> dict[str, Any]:
-        """The fields that every cost model has but those `excluded`, for another model with the same limits."""
-        return {name: getattr(self, name) for name in CostModel.model_fields if name not in excluded}
+    def limits(self) -> dict[str, Any]:
+        """The fields that every cost model has, for another model with the same limits."""
+        return {name: getattr(self, name) for name in CostModel.model_fields}
 
     @abstractmethod
     def iteration(
