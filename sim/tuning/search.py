@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -18,7 +19,6 @@ from tltlab.config import json_or_text
 from tltlab.errors import ConfigError
 from tltlab.planning.buckets import plan_buckets
 from tltlab.policies.policy import Activation, Policy, load_policy
-from tltlab.policies.selector import SelectorSpec
 from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.study import Journal
@@ -32,6 +32,8 @@ SHIPPED_SETTINGS = {
     "epsilon": 0.1, "window": 300, "reward": "relative", "statistic": "median", "num_arms": 4, "num_buckets": 3,
     "max_requests": 32,
 }  # fmt: skip
+MOST_ROWS = 4
+"""Most rows of a table and buckets of a bandit."""
 _TRIALS_AT_ONCE = 4
 _LEAST_WEIGHT = 1e-6
 _RANGE_VALUES = 17
@@ -67,12 +69,17 @@ class Prices:
         total = {s: sum(self.seconds[s, b] for b in range(first, last + 1)) for s in self.strategies}
         return sorted(self.strategies, key=lambda s: total[s])[:count]
 
-    def table(self, max_buckets: int) -> SelectorSpec:
-        """The exact table of at most `max_buckets` rows."""
+    def table(self, most: int = MOST_ROWS) -> TableSpec:
+        """The exact table of at most so many rows."""
         plan = plan_buckets(
-            lambda s, b: self.seconds[s, b], self.strategies, max_batch=self.max_batch, max_buckets=max_buckets
+            lambda s, b: self.seconds[s, b], self.strategies, max_batch=self.max_batch, max_buckets=most
         )
         return TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in plan.rows))
+
+    @cached_property
+    def tables(self) -> list[TableSpec]:
+        """The exact tables of at most 1, 2, ... rows, each once."""
+        return list(dict.fromkeys(self.table(most) for most in range(1, MOST_ROWS + 1)))
 
 
 def thresholds(max_batch: int) -> list[int]:
@@ -99,9 +106,9 @@ def elastic(strategies: Sequence[Strategy], max_batch: int) -> dict[str, Policy]
     }
 
 
-def tables(prices: Sequence[Prices], max_buckets: int) -> dict[str, Policy]:
-    """Exact tables of two rows or more for each of the prices, those of 1 to `max_buckets` rows."""
-    specs = {p.table(k) for p in prices for k in range(1, max_buckets + 1)}
+def tables(prices: Sequence[Prices]) -> dict[str, Policy]:
+    """Exact tables of two rows or more for each of the prices."""
+    specs = {table for each in prices for table in each.tables}
     of_several_rows = [spec for spec in sorted(specs, key=lambda s: (len(s.rows), str(s.rows))) if len(spec.rows) > 1]
     return {
         " ".join(["table", *(f"{row.min_batch}+:{row.strategy}" for row in spec.rows)]): Policy(selector=spec)
@@ -158,15 +165,12 @@ def values_of(name: str, text: str) -> tuple[Any, ...]:
     return values
 
 
-def bandits(prices: Prices, tables: Sequence[SelectorSpec]) -> Space:
-    """BEG-MAB policies: buckets are the rows of a table, arms the strategies cheapest there.
-
-    `tables` are the exact ones of at most 1, 2, ... rows.
-    """
+def bandits(prices: Prices) -> Space:
+    """BEG-MAB policies: buckets are the rows of an exact table, arms the strategies cheapest there."""
 
     def policy(settings: Mapping[str, Any]) -> Policy:
         """The policy of a trial. A relative reward needs no speculation as an arm, which then comes on top."""
-        rows = tables[settings["num_buckets"] - 1].rows
+        rows = prices.tables[settings["num_buckets"] - 1].rows
         ends = [row.min_batch - 1 for row in rows[1:]] + [prices.max_batch]
         buckets = []
         for row, end in zip(rows, ends, strict=True):
@@ -186,7 +190,7 @@ def bandits(prices: Prices, tables: Sequence[SelectorSpec]) -> Space:
         "reward": ("relative", "paper"),
         "statistic": ("median", "mean"),
         "num_arms": tuple(range(2, min(4, len(prices.strategies)) + 1)),
-        "num_buckets": tuple(range(1, len(tables) + 1)),
+        "num_buckets": tuple(range(1, len(prices.tables) + 1)),
         # 0 is no activation.
         "max_requests": (0, *[t for t in (4, 8, 16, 32, 64, 128) if t < prices.max_batch]),
     }
@@ -274,4 +278,4 @@ def _nearest(value: Any, values: Sequence[Any]) -> int:
 
 def best_table(scenario: Scenario, strategies: Sequence[Strategy]) -> Policy:
     """The exact table of at most four rows by batch size, for the scenario's costs and acceptance."""
-    return Policy(selector=Prices.of([scenario], strategies).table(max_buckets=4))
+    return Policy(selector=Prices.of([scenario], strategies).table())
