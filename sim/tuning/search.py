@@ -19,6 +19,7 @@ from tltlab.config import json_or_text
 from tltlab.errors import ConfigError
 from tltlab.planning.buckets import plan_buckets
 from tltlab.policies.policy import Activation, Policy, load_policy
+from tltlab.policies.selector import SelectorSpec
 from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.study import Journal
@@ -69,7 +70,7 @@ class Prices:
         total = {s: sum(self.seconds[s, b] for b in range(first, last + 1)) for s in self.strategies}
         return sorted(self.strategies, key=lambda s: total[s])[:count]
 
-    def table(self, most: int = MOST_ROWS) -> TableSpec:
+    def table(self, most: int = MOST_ROWS) -> SelectorSpec:
         """The exact table of at most so many rows."""
         plan = plan_buckets(
             lambda s, b: self.seconds[s, b], self.strategies, max_batch=self.max_batch, max_buckets=most
@@ -77,7 +78,7 @@ class Prices:
         return TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in plan.rows))
 
     @cached_property
-    def tables(self) -> list[TableSpec]:
+    def tables(self) -> list[SelectorSpec]:
         """The exact tables of at most 1, 2, ... rows, each once."""
         return list(dict.fromkeys(self.table(most) for most in range(1, MOST_ROWS + 1)))
 
