@@ -181,8 +181,8 @@ class Fits:
             }
         if (log := self.log) is not None:
             data |= {"kind": "log", "costs": log.costs.model_dump(mode="json", exclude={"notes"}), "log": log.json()}
-        if (accepted := self.acceptance) is not None:
-            data["acceptance"] = {"kind": accepted.kind}
+        if (accepted := self.acceptance) is not None and accepted.model is not None:
+            data["acceptance"] = {"kind": accepted.model.kind}
         if (stages := self.stages) is not None:
             data["stages"] = {"costs": stages.costs.model_dump(mode="json"), "held_out": _records(stages.residuals)}
         if (spot := self.spot) is not None:
@@ -192,7 +192,7 @@ class Fits:
             }
         if (fresh := self.freshness) is not None:
             assert isinstance(fresh.model, FreshAcceptance)
-            data["freshness"] = {"kind": fresh.kind} | fresh.model.freshness.model_dump(mode="json")
+            data["freshness"] = {"kind": fresh.model.kind} | fresh.model.freshness.model_dump(mode="json")
         return data | {"notes": self.notes} | {name: None if path is None else str(path) for name, path in outs.items()}
 
     def text(self) -> str:
@@ -207,7 +207,7 @@ class Fits:
         if self.log is not None:
             parts.append(self.log.text())
         if (accepted := self.acceptance) is not None and accepted.model is not None:
-            parts.append(f"acceptance {accepted.kind}, of {', '.join(accepted.model.drafters)}")
+            parts.append(f"acceptance {accepted.model.kind}, of {', '.join(accepted.model.drafters)}")
         if self.stages is not None:
             parts.append(self.stages.table())
         if (spot := self.spot) is not None:

@@ -117,7 +117,7 @@ def _row(cell: Cell, steps: pd.DataFrame, base: pd.DataFrame | None, nominal: Sc
     row: dict[str, Any] = {kind: cell.name}
     row |= {} if bound is None else {"title": bound.system.title}
     granted = cell.scenario.granted(cell.policy.strategies)
-    row |= {"drafters": granted["drafters"], "acceptance": granted["acceptance"]}
+    row |= granted
     row |= dict(cell.axes) | ({"granted": granted["acceptance"]} if "acceptance" in cell.axes else {})
     row |= {"makespan_s": float(np.mean(column["makespan_s"])), "tokens_per_s": float(np.mean(per_s))}
     other = None if base is None else _columns(base)

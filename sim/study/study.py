@@ -3,7 +3,7 @@
 A `Study` has cells and fills one long table, a row per cell and RL step, by a backend: "simulated" here, "played" on
 real engines (`tltlab.sim.verification.played`). Everything else is a reducer over that table (`reduce`, `band`).
 
-Columns of the table (`COLUMNS`), beside a column for each axis of the cells; those of a played rollout are the first
+Columns of the table, beside a column for each axis of the cells; those of a played rollout are the first
 four, drafters and acceptance:
 
     cell, policy or system   place of the cell in the study, and its name
@@ -50,11 +50,6 @@ from tltlab.traces.trace import Manifest
 from .jobs import side_by_side
 
 SIMULATED, PLAYED = "simulated", "played"
-COLUMNS = (
-    "cell", "backend", "rl_step", "seed", "makespan_s", "step_s", "tokens", "old_tokens", "wasted_tokens", "drafts",
-    "kept_tokens", "accept_length", "idle_s", "worker_s", "bubble_fraction", "iterations", "outside", "length_bias",
-    "drafters", "acceptance",
-)  # fmt: skip
 _REQUEST_S, _DECISION_S = 2e-6, 3e-5
 """Seconds of a simulation by request, and by decision of a policy that learns."""
 

@@ -28,7 +28,6 @@ from tltlab.policies.selector import WHOLE_TOKENS
 from tltlab.sim.config import SimulationConfig, decision_interval, file_of_run
 from tltlab.sim.scenario import Scenario, policy_name
 from tltlab.sim.tuning.cases import oracle_policy
-from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces import metrics
 from tltlab.traces.trace import Trace
@@ -272,13 +271,7 @@ def waterfall(
 
 def _recorded(trace: Trace, rl_steps: Sequence[int], seed: int) -> Iterator[_Run]:
     """Yield the RL steps of a recorded trace that have times, those since a policy was set together."""
-    from tltlab.sim.verification.rollouts import (
-        DrafterStates,
-        RecordedRun,
-        single_shape,
-        with_engine_tool_times,
-        without_budget,
-    )
+    from tltlab.sim.verification.rollouts import RecordedRun, single_shape, with_engine_tool_times, without_budget
     from tltlab.sim.verification.run_files import policies_in_force
 
     measured_s = {step: s for step, s in metrics.rollout_s(trace.select(rl_steps)).items() if s}
@@ -287,19 +280,13 @@ def _recorded(trace: Trace, rl_steps: Sequence[int], seed: int) -> Iterator[_Run
     forces = without_budget(policies_in_force(trace))
     part = trace.select(list(measured_s))
     run = RecordedRun(trace=with_engine_tool_times(part), samples=_SAMPLES, seed=seed)
-    fitted = run.fits.costs(part.rl_steps).model_copy(update={"outside_s": max(0.0, float(run.overhead_s.median()))})
-    states, last = DrafterStates(trace=part), part.rl_steps[-1]
-    accepted = run.fits.acceptance(run.fits.of(part.rl_steps))
-    acceptance = states.acceptance(accepted, last, part.rl_steps, part.rl_steps)
+    fitted = run.costs(part.rl_steps).model_copy(update={"outside_s": max(0.0, float(run.overhead_s.median()))})
+    accepted = run.accepted(run.of(part.rl_steps))
+    acceptance = run.acceptance(accepted, part.rl_steps[-1], part.rl_steps, part.rl_steps)
     for since in dict.fromkeys(forces[step].since for step in measured_s):
         steps = [step for step in measured_s if forces[step].since == since]
         force = forces[steps[0]]
-        costs = single_shape(fitted, run.fits.iterations, force.policy)
-        scenario = run.scenario(steps, costs, acceptance)
-        if states.by_step:
-            known = states.by_step.get(last, DrafterState())
-            each = tuple(states.by_step.get(step, known) for step in steps)
-            scenario = replace(scenario, drafter_states=each)
+        scenario = run.scenario(steps, single_shape(fitted, run.iterations, force.policy), acceptance)
         yield _Run(
             name=force.name, policy=force.policy, scenario=scenario, entropy=force.entropy(scenario.workers),
             block=decision_interval(trace), samples=_SAMPLES, asynchronous=_asynchronous(trace, scenario.costs),

@@ -19,11 +19,13 @@ from tltlab.policies.selector import Selector
 from tltlab.policies.specs import CustomSpec, FixedSpec
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
+from tltlab.sim.study.band import InputErrors
 from tltlab.sim.study.sample import spread
 from tltlab.sim.study.study import Cell, Study, makespans_of
 from tltlab.state import StepState
 from tltlab.stats import Interval, paired_ratio
 from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.trace import Trace
 
 BUCKET_TOKENS = 512
 """Width of the bins of a request's context, tokens."""
@@ -112,12 +114,6 @@ LEVEL = 1e-3
 """Policies whose scores differ by less than this share need no more seeds."""
 
 
-def some_steps(scenario: Scenario, num: int) -> Scenario:
-    """Return the scenario with so many of its RL steps, spread over them."""
-    at = spread(range(len(scenario.steps)), num)
-    return replace(scenario, steps=tuple(scenario.steps[i] for i in at), queues=tuple(scenario.queues[i] for i in at))
-
-
 def batch_times(scenario: Scenario) -> dict[int, tuple[float, float]]:
     """By batch size: plain iterations per RL step that workers spend at it, and their mean context."""
     times: dict[int, float] = defaultdict(float)
@@ -135,14 +131,28 @@ def batch_times(scenario: Scenario) -> dict[int, tuple[float, float]]:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningCases:
-    """RL steps of one or several traces, a scenario for each trace, that count together by their mean."""
+    """RL steps of one or several traces, a scenario for each trace, that count together by their mean.
+
+    `recorded` if the traces have the acceptance.
+    """
 
     scenarios: tuple[Scenario, ...]
+    traces: Sequence[Trace] = ()
+    recorded: bool = False
     jobs: int | None = 1
+
+    def errors(self, strategies: Sequence[Strategy]) -> list[InputErrors]:
+        """Errors of the inputs of each trace's scenario, where these strategies run."""
+        pairs = zip(self.scenarios, self.traces, strict=True)
+        return [InputErrors.of(scenario, strategies, trace, recorded=self.recorded) for scenario, trace in pairs]
 
     def some(self, share: float, least: int) -> TuningCases:
         """This share of each trace's RL steps, `least` or more, spread over them."""
-        chosen = [some_steps(each, max(least, math.ceil(share * len(each.steps)))) for each in self.scenarios]
+        chosen = []
+        for each in self.scenarios:
+            at = spread(range(len(each.steps)), max(least, math.ceil(share * len(each.steps))))
+            steps = tuple(each.steps[i] for i in at)
+            chosen.append(replace(each, steps=steps, queues=tuple(each.queues[i] for i in at)))
         return replace(self, scenarios=tuple(chosen))
 
     def granted(self, policy: Policy) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,8 @@ SHIPPED_SETTINGS = {
     "epsilon": 0.1, "window": 300, "reward": "relative", "statistic": "median", "num_arms": 4, "num_buckets": 3,
     "max_requests": 32,
 }  # fmt: skip
+MOST_ROWS = 4
+"""Most rows of a table and buckets of a bandit."""
 _TRIALS_AT_ONCE = 4
 _LEAST_WEIGHT = 1e-6
 _RANGE_VALUES = 17
@@ -67,12 +70,17 @@ class Prices:
         total = {s: sum(self.seconds[s, b] for b in range(first, last + 1)) for s in self.strategies}
         return sorted(self.strategies, key=lambda s: total[s])[:count]
 
-    def table(self, max_buckets: int) -> SelectorSpec:
-        """The exact table of at most `max_buckets` rows."""
+    def table(self, most: int = MOST_ROWS) -> SelectorSpec:
+        """The exact table of at most so many rows."""
         plan = plan_buckets(
-            lambda s, b: self.seconds[s, b], self.strategies, max_batch=self.max_batch, max_buckets=max_buckets
+            lambda s, b: self.seconds[s, b], self.strategies, max_batch=self.max_batch, max_buckets=most
         )
         return TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in plan.rows))
+
+    @cached_property
+    def tables(self) -> list[SelectorSpec]:
+        """The exact tables of at most 1, 2, ... rows, each once."""
+        return list(dict.fromkeys(self.table(most) for most in range(1, MOST_ROWS + 1)))
 
 
 def thresholds(max_batch: int) -> list[int]:
@@ -99,9 +107,9 @@ def elastic(strategies: Sequence[Strategy], max_batch: int) -> dict[str, Policy]
     }
 
 
-def tables(prices: Sequence[Prices], max_buckets: int) -> dict[str, Policy]:
-    """Exact tables of two rows or more for each of the prices, those of 1 to `max_buckets` rows."""
-    specs = {p.table(k) for p in prices for k in range(1, max_buckets + 1)}
+def tables(prices: Sequence[Prices]) -> dict[str, Policy]:
+    """Exact tables of two rows or more for each of the prices."""
+    specs = {table for each in prices for table in each.tables}
     of_several_rows = [spec for spec in sorted(specs, key=lambda s: (len(s.rows), str(s.rows))) if len(spec.rows) > 1]
     return {
         " ".join(["table", *(f"{row.min_batch}+:{row.strategy}" for row in spec.rows)]): Policy(selector=spec)
@@ -158,15 +166,12 @@ def values_of(name: str, text: str) -> tuple[Any, ...]:
     return values
 
 
-def bandits(prices: Prices, tables: Sequence[SelectorSpec]) -> Space:
-    """BEG-MAB policies: buckets are the rows of a table, arms the strategies cheapest there.
-
-    `tables` are the exact ones of at most 1, 2, ... rows.
-    """
+def bandits(prices: Prices) -> Space:
+    """BEG-MAB policies: buckets are the rows of an exact table, arms the strategies cheapest there."""
 
     def policy(settings: Mapping[str, Any]) -> Policy:
         """The policy of a trial. A relative reward needs no speculation as an arm, which then comes on top."""
-        rows = tables[settings["num_buckets"] - 1].rows
+        rows = prices.tables[settings["num_buckets"] - 1].rows
         ends = [row.min_batch - 1 for row in rows[1:]] + [prices.max_batch]
         buckets = []
         for row, end in zip(rows, ends, strict=True):
@@ -186,7 +191,7 @@ def bandits(prices: Prices, tables: Sequence[SelectorSpec]) -> Space:
         "reward": ("relative", "paper"),
         "statistic": ("median", "mean"),
         "num_arms": tuple(range(2, min(4, len(prices.strategies)) + 1)),
-        "num_buckets": tuple(range(1, len(tables) + 1)),
+        "num_buckets": tuple(range(1, len(prices.tables) + 1)),
         # 0 is no activation.
         "max_requests": (0, *[t for t in (4, 8, 16, 32, 64, 128) if t < prices.max_batch]),
     }
@@ -234,8 +239,8 @@ def search(
     combinations = math.prod(map(len, choices.values()))
     if combinations <= trials:
         trials = combinations
-        for values in product(*map(_places, choices.values())):
-            study.enqueue_trial(dict(zip(choices, values, strict=True)))
+        for places in product(*(range(len(values)) for values in choices.values())):
+            study.enqueue_trial(dict(zip(choices, places, strict=True)))
     else:
         study.enqueue_trial({name: _nearest(first[name], values) for name, values in choices.items() if name in first})
     scores: dict[str, float] = journal.known
@@ -256,26 +261,22 @@ def search(
 
 
 def _suggested(trial: Any, choices: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Ordered values are suggested by their place, so that the sampler knows which lie beside one another."""
+    """Values are suggested by their place; of numbers the sampler knows which lie beside one another."""
     settings = {}
     for name, values in choices.items():
-        if isinstance(values[0], str):
-            settings[name] = trial.suggest_categorical(name, values)
-        else:
-            settings[name] = values[trial.suggest_int(name, 0, len(values) - 1)]
+        last = len(values) - 1
+        named = isinstance(values[0], str)
+        at = trial.suggest_categorical(name, range(last + 1)) if named else trial.suggest_int(name, 0, last)
+        settings[name] = values[at]
     return settings
 
 
-def _places(values: tuple[Any, ...]) -> Sequence[Any]:
-    return values if isinstance(values[0], str) else range(len(values))
-
-
-def _nearest(value: Any, values: Sequence[Any]) -> Any:
+def _nearest(value: Any, values: Sequence[Any]) -> int:
     if isinstance(value, str):
-        return value
-    return min(range(len(values)), key=lambda i: abs(cast(float, values[i]) - value))
+        return values.index(value)
+    return min(range(len(values)), key=lambda i: abs(values[i] - value))
 
 
 def best_table(scenario: Scenario, strategies: Sequence[Strategy]) -> Policy:
     """The exact table of at most four rows by batch size, for the scenario's costs and acceptance."""
-    return Policy(selector=Prices.of([scenario], strategies).table(max_buckets=4))
+    return Policy(selector=Prices.of([scenario], strategies).table())

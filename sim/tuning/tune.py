@@ -34,15 +34,15 @@ from tltlab.policies.specs import FixedSpec
 from tltlab.sim.config import SimulationConfig, decision_interval
 from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import DEPTHS, Scenario, policy_name
-from tltlab.sim.study.band import Band, Effect, InputErrors, Source, at_range_ends, effect, of_steps, with_overhead
+from tltlab.sim.study.band import Band, Effect, Source, at_range_ends, effect, of_steps, with_overhead
 from tltlab.sim.study.sample import ALL_OF, FIRST, small, spread
 from tltlab.sim.study.study import Cell, Journal, Study
-from tltlab.stats import Interval, finite, paired_interval
+from tltlab.stats import finite, paired_interval
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
 from .cases import ORACLE, TuningCases, mean_s, ratio
-from .search import Prices, Space, Trial, bandits, elastic, fixed, parameters, search, tables, values_of
+from .search import MOST_ROWS, Prices, Space, Trial, bandits, elastic, fixed, parameters, search, tables, values_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 ORDER = ("none", "fixed", "elastic", "table", "bandit", "own")
 """From simple to complicated: of policies that are equally good the first is taken."""
 TUNED = ORDER[2:]
-ErrorsOf = Callable[[Sequence[Scenario], Sequence[Strategy]], Sequence[InputErrors]]
-"""Errors of the inputs of each trace's scenario, where these strategies run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +93,8 @@ class Judged:
 
     The `champion` is the best of what is tuned, by its score on the tuning steps. `bands` are the 90 % ranges of its
     speed-up over the `best_fixed` strategy and over plain decoding, "none"; {} of one RL step, or without a champion.
-    `bound_s` is the least of the clairvoyant bounds to which the candidates' regrets are.
+    `bound_s` is the least of the clairvoyant bounds to which the candidates' regrets are. `is_clear` if the champion's
+    interval lies on one side of 1, or is small compared with the error of the costs.
     """
 
     name: str
@@ -107,6 +106,7 @@ class Judged:
     candidates: tuple[JudgedPolicy, ...]
     oracle_s: float
     bound_s: float
+    is_clear: bool
 
 
 def judge(
@@ -115,7 +115,6 @@ def judge(
     scores: Mapping[str, float],
     strategies: Sequence[Strategy],
     *,
-    errors_of: ErrorsOf,
     seeds: Sequence[int],
     seed: int,
 ) -> Judged:
@@ -131,9 +130,9 @@ def judge(
     oracle_s = mean_s(makespans.pop(ORACLE))
     bound_s = math.inf
     fixed = finalists.best_fixed
-    rows = []
+    rows, ratios = [], {}
     for name, seconds in makespans.items():
-        interval = ratio(seconds, makespans[fixed], seed=seed)
+        interval = ratios[name] = ratio(seconds, makespans[fixed], seed=seed)
         makespan_s, bounds_s = mean_s(seconds), cases.bounds_s(finalists.policies[name])
         if bounds_s is not None:
             bound_s = min(bound_s, float(bounds_s.mean()))
@@ -153,12 +152,15 @@ def judge(
     eligible = [name for name in makespans if finalists.kind_of[name] in ORDER]
     tuned = [name for name in eligible if finalists.kind_of[name] in TUNED]
     champion = min(tuned, key=lambda n: scores[n]) if tuned else fixed
-    high = by_name[champion].ratio_high
-    bands = {}
-    if champion != fixed and high is not None:
+    over, bands = ratios[champion], {}
+    is_clear = champion == fixed
+    if not is_clear and not math.isnan(over.high):
+        known = [scenario.evidence(finalists.policies[champion].strategies) for scenario in cases.scenarios]
+        found = [evidence["speedup_error"] for evidence in known]
+        is_clear = over.high < 1.0 or over.low > 1.0 or small([over], None if None in found else max(found))
         used = {name: finalists.policies[name] for name in dict.fromkeys((champion, fixed, "none"))}
-        bands = _bands(cases, used, makespans, errors_of, seeds=seeds, seed=seed)
-    is_faster = bool(bands) and high is not None and high < 1.0 and not bands[fixed].loses
+        bands = _bands(cases, used, makespans, seeds=seeds, seed=seed)
+    is_faster = bool(bands) and over.high < 1.0 and not bands[fixed].loses
     worth_it = is_faster and not bands["none"].loses
     if not is_faster:
         eligible = [name for name in eligible if finalists.kind_of[name] not in TUNED]
@@ -175,6 +177,7 @@ def judge(
         candidates=tuple(sorted(rows, key=lambda row: row.makespan_s)),
         oracle_s=oracle_s,
         bound_s=bound_s,
+        is_clear=is_clear,
     )
 
 
@@ -188,7 +191,6 @@ def _bands(
     cases: TuningCases,
     policies: Mapping[str, Policy],
     makespans: Mapping[str, Sequence[Floats]],
-    errors_of: ErrorsOf,
     *,
     seeds: Sequence[int],
     seed: int,
@@ -196,7 +198,7 @@ def _bands(
     """Ranges of the speed-up of the first of these policies over each of the others."""
     champion, *others = policies
     strategies = [s for policy in policies.values() for s in policy.strategies]
-    errors = errors_of(cases.scenarios, strategies)
+    errors = cases.errors(strategies)
     ends = [at_range_ends(scenario, error) for scenario, error in zip(cases.scenarios, errors, strict=True)]
     for scenario, error, found in zip(cases.scenarios, errors, ends, strict=True):
         found["costs"] += with_overhead(scenario, strategies, error.speed_up)
@@ -289,7 +291,7 @@ class TuneConfig(SimulationConfig):
     compared with the costs' error. `rl_steps` replaces this sample. A policy decides once in `decision_block`
     iterations, by default 1, of many or long responses cap / 256. Candidates: no speculation, chains of `depths` by
     each of `drafters` (default: those that the acceptance knows) always or below a threshold, exact tables of up to
-    `max_buckets` rows, and BEG-MAB. `trials` trials of Optuna search BEG-MAB's settings; 0 leaves it out. Sampled
+    four rows, and BEG-MAB. `trials` trials of Optuna search BEG-MAB's settings; 0 leaves it out. Sampled
     times are means of up to `repeats` seeds, by default 3, of a sample of RL steps 1, as more RL steps narrow its
     intervals as well. `policies` are further candidates, as `load_policy` takes them. With `search`, values or
     `low..high` by setting, their settings are what the trials search, in place of the bandit's, and the best of
@@ -318,7 +320,6 @@ class TuneConfig(SimulationConfig):
         Sequence[int] | str | None,
         Option("a:b, RL steps to judge on; the rest is tuned on. [default: every other one]", names=("--judge",)),
     ] = None
-    max_buckets: Annotated[int, Option("Most rows of a table and buckets of a bandit.", min=1)] = 4
     trials: Annotated[int, Option("Settings to try, of the bandit or --search; 0: none.", min=0)] = 40
     rl_steps: Annotated[
         Sequence[int] | str | None,
@@ -452,13 +453,13 @@ def tune(
         brought |= policy.drafters
 
     def cases_of(side: int) -> TuningCases:
-        scenarios = [_scenario(trace, part[side], config, brought) for trace, part in zip(sources, parts, strict=True)]
-        return TuningCases(scenarios=tuple(scenarios), jobs=config.jobs)
-
-    def errors_of(scenarios: Sequence[Scenario], used: Sequence[Strategy]) -> list[InputErrors]:
+        scenarios = []
+        for trace, part in zip(sources, parts, strict=True):
+            scenario = Scenario.of(trace, config, rl_steps=part[side])
+            # With the drafters that further candidates bring along.
+            scenarios.append(replace(scenario, registry=scenario.registry.joined(brought)))
         recorded = config.acceptance in (None, "trace")
-        pairs = zip(scenarios, sources, strict=True)
-        return [InputErrors.of(scenario, used, trace, recorded=recorded) for scenario, trace in pairs]
+        return TuningCases(scenarios=tuple(scenarios), traces=sources, recorded=recorded, jobs=config.jobs)
 
     tuning, judging = cases_of(0), cases_of(1)
     known = [*tuning.scenarios, *judging.scenarios]
@@ -485,7 +486,7 @@ def tune(
     kinds = {
         "fixed": fixed(strategies),
         "elastic": elastic(strategies, prices.max_batch),
-        "table": tables([prices, *apart], config.max_buckets),
+        "table": tables([prices, *apart]),
     }
     policies = {name: policy for named in kinds.values() for name, policy in named.items()}
     seeds = config.seeds()
@@ -496,8 +497,7 @@ def tune(
 
     # Settings of the policies that are named, which may need whole tokens, or of the bandit.
     if config.trials and strategies and not config.search:
-        rows = [prices.table(k) for k in range(1, config.max_buckets + 1)]
-        spaces = {"beg-mab": bandits(prices, list({str(t): t for t in rows}.values()))}
+        spaces = {"beg-mab": bandits(prices)}
     found: dict[str, list[Trial]] = {}
     raced: dict[str, float] = {}
     if spaces:
@@ -507,7 +507,7 @@ def tune(
             return {n: mean_s(seconds) for n, seconds in part.makespans(new, mode=mode, seeds=seeds[:1]).items()}
 
         fluid_scores = sorted((name, f"{value:.9g}") for name, value in searched.items())
-        question = hashlib.sha256(repr([fluid_scores, seeds, config.max_buckets, config.search]).encode()).hexdigest()
+        question = hashlib.sha256(repr([fluid_scores, seeds, MOST_ROWS, config.search]).encode()).hexdigest()
         scored = Journal(path=journal, question=question)
         for name, space in spaces.items():
             on_stage(f"{config.trials} settings of {name} in {mode} mode")
@@ -526,19 +526,27 @@ def tune(
     for name, tried in found.items():
         further[f"tuned {name}"] = (tried[0].policy, "own" if config.search else "bandit")
 
-    finalists = _finalists(policies, best, further, strategies, _adaptive(known, strategies, config))
+    # Plain decoding, the best of each kind, what was named or searched, and what ships where its strategies are known.
+    untuned, shipped = _adaptive(known, strategies, config), load_policy("beg-mab")
+    if {s for s in shipped.strategies if s.speculates} <= set(strategies):
+        untuned = {"shipped beg-mab": shipped, **untuned}
+    kind_of = {"none": "none"} | {name: kind for kind, name in best.items() if name != "none"}
+    finalists = Finalists(
+        policies={name: policies[name] for name in ("none", *best.values())}
+        | {name: policy for name, (policy, _) in further.items()}
+        | untuned,
+        kind_of=kind_of | {name: kind for name, (_, kind) in further.items()} | dict.fromkeys(untuned, "shipped"),
+        best_fixed=best.get("fixed", "none"),
+    )
     strategies = list(dict.fromkeys([*strategies, *(s for p, _ in further.values() for s in p.strategies)]))
     strategies = [strategy for strategy in strategies if strategy.speculates]
     on_stage(f"{len(finalists.policies)} finalists on RL steps held out")
     scores, num = finalists.scores(tuning, seeds=config.seeds(_SELECTION), seed=config.seed), FIRST
     while True:
-        judged = judge(
-            judging, finalists, scores, strategies, errors_of=errors_of, seeds=config.seeds(_JUDGEMENT),
-            seed=config.seed,
-        )  # fmt: skip
+        judged = judge(judging, finalists, scores, strategies, seeds=config.seeds(_JUDGEMENT), seed=config.seed)
         num *= 3
         more = [(tune_steps, spread(rest, num) if sampled else rest) for tune_steps, rest, sampled in splits]
-        if more == parts or _is_clear(judged, judging.scenarios, finalists):
+        if more == parts or judged.is_clear:
             break
         parts = more
         judging = cases_of(1)
@@ -598,28 +606,6 @@ def _seconds(scenarios: Sequence[Scenario], policy: Policy, jobs: int | None) ->
     return dict(zip(names, found.tolist(), strict=True))
 
 
-def _finalists(
-    policies: Mapping[str, Policy],
-    best: Mapping[str, str],
-    further: Mapping[str, tuple[Policy, str]],
-    strategies: Sequence[Strategy],
-    untuned: Mapping[str, Policy],
-) -> Finalists:
-    """Plain decoding, the best of each kind, `further` policies with their kinds, and what ships: the bandit, where its
-    strategies are known here.
-    """
-    kind_of = {"none": "none"} | {name: kind for kind, name in best.items() if name != "none"}
-    chosen = {"none": load_policy("none")} | {name: policies[name] for name in best.values()}
-    for name, (policy, kind) in further.items():
-        chosen[name], kind_of[name] = policy, kind
-    shipped = load_policy("beg-mab")
-    if {s for s in shipped.strategies if s.speculates} <= set(strategies):
-        untuned = {"shipped beg-mab": shipped, **untuned}
-    chosen |= untuned
-    kind_of |= dict.fromkeys(untuned, "shipped")
-    return Finalists(policies=chosen, kind_of=kind_of, best_fixed=best.get("fixed", "none"))
-
-
 def _adaptive(scenarios: Sequence[Scenario], strategies: Sequence[Strategy], config: TuneConfig) -> dict[str, Policy]:
     """`adaptive` over the same drafters, to any depth up to the deepest; nothing where not all of that is known.
 
@@ -630,26 +616,6 @@ def _adaptive(scenarios: Sequence[Scenario], strategies: Sequence[Strategy], con
     every, _ = _strategies(scenarios, replace(config, depths=range(1, deepest + 1), drafters=drafters))
     covered = {s for s in policy.strategies if s.speculates} <= set(every)
     return {"adaptive": policy} if covered else {}
-
-
-def _scenario(
-    trace: Trace, rl_steps: Sequence[int], config: TuneConfig, brought: Mapping[str, DrafterSpec]
-) -> Scenario:
-    """Return the RL steps of a trace under the settings; `brought` are drafters that further candidates bring along."""
-    scenario = Scenario.of(trace, config, rl_steps=rl_steps)
-    return replace(scenario, registry=scenario.registry.joined(brought))
-
-
-def _is_clear(judged: Judged, scenarios: Sequence[Scenario], finalists: Finalists) -> bool:
-    """True if the champion's interval lies on one side of 1, or is small compared with the error of the costs."""
-    row = next(row for row in judged.candidates if row.name == judged.champion)
-    if judged.champion == judged.best_fixed or row.ratio_low is None or row.ratio_high is None:
-        return judged.champion == judged.best_fixed
-    used = finalists.policies[judged.champion].strategies
-    known = [scenario.evidence(used)["speedup_error"] for scenario in scenarios]
-    error = None if None in known else max(known)
-    interval = Interval(estimate=row.ratio, low=row.ratio_low, high=row.ratio_high, level=0.95, method="none")
-    return row.ratio_high < 1.0 or row.ratio_low > 1.0 or small([interval], error)
 
 
 def _strategies(scenarios: Sequence[Scenario], config: TuneConfig) -> tuple[list[Strategy], list[str]]:

@@ -121,7 +121,7 @@ class Session(RecordedRun):
             for rl_step, force in self.forces.items()
             if force.name != name and force.name not in self.unlike and force.policy.budget is None
         ]
-        costs = self.fits.costs(others)
+        costs = self.costs(others)
         steps = {rl_step: force for rl_step, force in self.forces.items() if force.name == name}
         acceptance = self.known.get(name) or self._acceptance(others, next(iter(steps.values())))
         whole = costs.model_copy(update={"outside_s": float(self.overhead_s.loc[others].median())})
@@ -131,7 +131,7 @@ class Session(RecordedRun):
             yield from self.cells(force, self.scenario([rl_step], whole, acceptance), speed=speed)
 
     def _acceptance(self, rl_steps: Collection[int], force: ActivePolicy) -> Acceptance | None:
-        fitted = self.fits.acceptance(self.fits.of(rl_steps))
+        fitted = self.accepted(self.of(rl_steps))
         known = set() if fitted is None else set(fitted.bands[0].drafters_by_depth)
         if missing := sorted({s.drafter for s in force.policy.strategies if s.speculates} - known):
             raise ConfigError(

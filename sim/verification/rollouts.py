@@ -21,8 +21,10 @@ from tltlab.acceptance.base import Acceptance, from_survival, scaled
 from tltlab.acceptance.freshness import FreshAcceptance, MeasuredState, fit_freshness
 from tltlab.acceptance.measured import BatchBand, MeasuredAcceptance, fit_acceptance
 from tltlab.arrays import Flags
-from tltlab.calibration.api import StepFits
+from tltlab.calibration.iterations import iterations_of, recorded_rows
+from tltlab.costs import linear
 from tltlab.costs.linear import LinearCosts
+from tltlab.costs.samples import Iterations
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
@@ -41,61 +43,6 @@ from tltlab.traces.trace import Trace
 from .decisions import drafters_by_step, most_requests
 from .errors import Errors
 from .run_files import ActivePolicy, policies_in_force, repeats
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrafterStates:
-    """The drafters recorded in a trace, and their acceptance as an estimate for another drafter state."""
-
-    trace: Trace
-
-    @cached_property
-    def by_step(self) -> dict[int, DrafterState]:
-        """The learned drafter in service in each RL step whose row in `steps` has its age and updates."""
-        return drafters_by_step(self.trace)
-
-    def acceptance(
-        self, base: MeasuredAcceptance | None, step: int, fit_on: Sequence[int], seen_steps: Sequence[int]
-    ) -> MeasuredAcceptance | FreshAcceptance | None:
-        """Acceptance of some RL steps as it holds for the drafter of another one.
-
-        Each of them is scaled by the level of its drafter, with a freshness fitted to acceptance.parquet in the RL
-        steps `seen_steps` but `step`. Without several ages or numbers of updates there, or with an RL step whose
-        drafter is unknown, it is the base itself.
-        """
-        table, iterations = self.trace.acceptance, self.trace.iterations
-        if base is None or table is None or iterations is None or not {*fit_on, step} <= self.by_step.keys():
-            return base
-        history = table[table["rl_step"].isin([rl_step for rl_step in seen_steps if rl_step != step])]
-        drafted = iterations.loc[iterations["rl_step"].isin(fit_on) & (iterations["draft_depth"] > 0), "drafter"]
-        for drafter in sorted(set(base.drafters) & set(history["drafter"]) & set(drafted)):
-            try:
-                freshness, _ = fit_freshness(history, drafter)
-            except ConfigError:
-                continue
-            state = self.by_step[step]
-            level = {s: freshness.level(self.by_step[s].age, self.by_step[s].updates) for s in (*fit_on, step)}
-            ratios = [(level[step] / level[s], self._drafted(drafter, s)) for s in fit_on if level[s] > 0.0]
-            return FreshAcceptance(
-                base=rescaled(base, drafter, ratios),
-                drafter=drafter,
-                freshness=freshness,
-                measured=MeasuredState(age=state.age, updates=state.updates),
-            )
-        return base
-
-    def _drafted(self, drafter: str, step: int) -> MeasuredAcceptance | None:
-        """Return the acceptance fitted to a drafter's drafts of one RL step, cached; None without drafts."""
-        if (drafter, step) not in self._fits:
-            rows = self.trace.iterations
-            assert rows is not None
-            drafts = (rows["rl_step"] == step) & (rows["draft_depth"] > 0) & (rows["drafter"] == drafter)
-            self._fits[drafter, step] = fit_acceptance(rows[drafts], self.trace.drafters)[0]
-        return self._fits[drafter, step]
-
-    @cached_property
-    def _fits(self) -> dict[tuple[str, int], MeasuredAcceptance | None]:
-        return {}
 
 
 def rescaled(
@@ -202,8 +149,7 @@ def verify(
     forces = without_budget(policies_in_force(trace, allow_code))
     known = Trace.from_tables(trace.manifest, {name: trace.arrow(name) for name in _TABLES})
     prediction = _Prediction(
-        trace=with_engine_tool_times(known), drafters=DrafterStates(trace=known), window=window, samples=samples,
-        forecasts=FORECASTS, seed=seed,
+        trace=with_engine_tool_times(known), window=window, samples=samples, forecasts=FORECASTS, seed=seed
     )  # fmt: skip
     # Backwards: the last RL steps take longest, as they have a past to be forecast from.
     tasks = [partial(prediction.row, forces[step], step, measured[step]) for step in reversed(chosen)]
@@ -249,40 +195,113 @@ def nearest(rl_steps: Sequence[int], step: int, window: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """A recorded run, its fits, and simulations of its RL steps under their own lengths, `samples` of each."""
+    """A recorded run, fits to any of its RL steps, and simulations of these under their own lengths, `samples` of each.
+
+    Costs have no noise: they are for predicting a rollout time. Engines that share cores slow each other down. To a fit
+    that is scatter of each, but it is common to all, and drawn apart for each worker it would make the slowest of four
+    some 10 % slower than it is.
+    """
 
     trace: Trace
-    samples: int
-    seed: int
+    samples: int = 1
+    seed: int = 0
 
     @cached_property
-    def fits(self) -> StepFits:
-        return StepFits(self.trace)
+    def iterations(self) -> pd.DataFrame:
+        return iterations_of(self.trace)
+
+    @cached_property
+    def _rows(self) -> Iterations:
+        return recorded_rows(self.iterations, self.trace.steps, self.trace.drafters)
 
     @cached_property
     def overhead_s(self) -> pd.Series[float]:
         return overhead_s(self.trace)
 
+    @cached_property
+    def drafters(self) -> dict[int, DrafterState]:
+        """The learned drafter in service in each RL step whose row in `steps` has its age and updates."""
+        return drafters_by_step(self.trace)
+
+    def of(self, rl_steps: Collection[int]) -> Flags:
+        """The rows of `iterations` in these RL steps."""
+        return np.isin(self._rows.rl_step, list(rl_steps))
+
+    def costs(self, rl_steps: Collection[int]) -> LinearCosts:
+        """Linear costs of RL steps, as `calibrate` fits them. Raises ConfigError where there are no iterations."""
+        rows = self._rows.where(self.of(rl_steps))
+        if not len(rows):
+            raise ConfigError("there are no iterations to calibrate on")
+        costs = linear.fit(rows, recorded=True).costs
+        assert isinstance(costs, LinearCosts)
+        return costs
+
     def timed(self, costs: LinearCosts, rl_steps: Collection[int]) -> pd.DataFrame:
         """Iterations of some RL steps with their `predicted` seconds."""
-        return self.fits.iterations[self.fits.of(rl_steps)].assign(predicted=self.fits.seconds(costs, rl_steps))
+        here = self.of(rl_steps)
+        return self.iterations[here].assign(predicted=costs.identified_s(self._rows.where(here)))
+
+    def accepted(self, rows: Flags | pd.Series[bool]) -> MeasuredAcceptance | None:
+        """Acceptance of these rows of `iterations`; None where nothing was speculated."""
+        return fit_acceptance(self.iterations[rows], self.trace.drafters)[0]
+
+    def acceptance(
+        self, base: MeasuredAcceptance | None, step: int, fit_on: Sequence[int], seen_steps: Sequence[int]
+    ) -> MeasuredAcceptance | FreshAcceptance | None:
+        """Acceptance of some RL steps as it holds for the drafter of another one.
+
+        Each of them is scaled by the level of its drafter, with a freshness fitted to acceptance.parquet in the RL
+        steps `seen_steps` but `step`. Without several ages or numbers of updates there, or with an RL step whose
+        drafter is unknown, it is the base itself.
+        """
+        table, rows = self.trace.acceptance, self.iterations
+        if base is None or table is None or not {*fit_on, step} <= self.drafters.keys():
+            return base
+        history = table[table["rl_step"].isin([rl_step for rl_step in seen_steps if rl_step != step])]
+        drafted = rows["drafter"].where(rows["draft_depth"] > 0)
+        for drafter in sorted({*base.drafters} & {*history["drafter"]} & {*drafted[self.of(fit_on)]}):
+            try:
+                freshness, _ = fit_freshness(history, drafter)
+            except ConfigError:
+                continue
+            state = self.drafters[step]
+            level = {s: freshness.level(self.drafters[s].age, self.drafters[s].updates) for s in (*fit_on, step)}
+            for s in {*fit_on} - {of for name, of in self._fits if name == drafter}:
+                self._fits[drafter, s] = self.accepted((rows["rl_step"] == s) & (drafted == drafter))
+            ratios = [(level[step] / level[s], self._fits[drafter, s]) for s in fit_on if level[s] > 0.0]
+            return FreshAcceptance(
+                base=rescaled(base, drafter, ratios),
+                drafter=drafter,
+                freshness=freshness,
+                measured=MeasuredState(age=state.age, updates=state.updates),
+            )
+        return base
+
+    @cached_property
+    def _fits(self) -> dict[tuple[str, int], MeasuredAcceptance | None]:
+        """Acceptance of a drafter's drafts in one RL step; None without drafts."""
+        return {}
 
     @cached_property
     def prefix(self) -> Prefix:
         """Fate of prefixes of turns, judged by prefilled tokens: small engines have blocks too large to keep."""
-        rows = self.fits.iterations
+        rows = self.iterations
         steps = [step for step in requests_by_step(self.trace) if step.turns is not None]
         whole, uncached = (float(sum(getattr(step, of).sum() for step in steps)) for of in ("prompts", "uncached"))
         prefilled = float(rows.loc[rows["rl_step"].isin([step.rl_step for step in steps]), "prefill_tokens"].sum())
         return "kept" if abs(prefilled - uncached) <= abs(prefilled - whole) else "recomputed"
 
     def scenario(self, rl_steps: list[int], costs: LinearCosts, acceptance: Acceptance | None) -> Scenario:
-        """Return the simulation of these RL steps on engines of the size of the recorded ones."""
-        return Scenario.of(
+        """Return the simulation of these RL steps, with their drafters, on engines of the size of the recorded ones."""
+        scenario = Scenario.of(
             self.trace.select(rl_steps), acceptance=acceptance, placement="recorded", prefix=self.prefix,
-            costs=costs.model_copy(update={"max_num_seqs": most_requests(self.fits.iterations)}), mode="sampled",
+            costs=costs.model_copy(update={"max_num_seqs": most_requests(self.iterations)}), mode="sampled",
             seed=self.seed,
         )  # fmt: skip
+        if (last := self.drafters.get(rl_steps[-1])) is None:
+            return scenario
+        # A learning policy's past counts as drafted by today's drafter where its drafter is unknown.
+        return replace(scenario, drafter_states=tuple(self.drafters.get(rl_step, last) for rl_step in rl_steps))
 
     def cells(self, force: ActivePolicy, scenario: Scenario, **axes: Any) -> list[Cell]:
         """Return the scenario's simulations under a policy, which starts as on the engines."""
@@ -299,7 +318,6 @@ class RecordedRun:
 class _Prediction(RecordedRun):
     """How the RL steps of a run are predicted from one another."""
 
-    drafters: DrafterStates
     window: int
     forecasts: int
 
@@ -309,7 +327,7 @@ class _Prediction(RecordedRun):
         fit_on, costs, accepted, outside_s = self._fitted([s for s in rl_steps if s != step], force.policy, step)
         # Only a policy that learns or draws lots has a past that matters.
         since = step if is_memoryless(force.policy) else force.since
-        past = self._scenario([s for s in rl_steps if since <= s <= step], costs, accepted)
+        past = self.scenario([s for s in rl_steps if since <= s <= step], costs, accepted)
         predicted_s = float(np.mean([last_s(cell) for cell in self.cells(force, past)])) + outside_s
         rows = self.timed(costs, [step])
         busiest = rows[["worker", "duration", "predicted"]].groupby("worker").sum().sort_values("duration").iloc[-1]
@@ -334,13 +352,13 @@ class _Prediction(RecordedRun):
         speculates = any(s.speculates for s in policy.strategies)
         for size in range(min(self.window, len(candidates)), len(candidates) + 1):
             fit_on = nearest(candidates, step, size)
-            rows = self.fits.of(fit_on)
-            costs = single_shape(self.fits.costs(fit_on), self.fits.iterations[rows], policy)
-            acceptance = self.fits.acceptance(rows)
+            rows = self.of(fit_on)
+            costs = single_shape(self.costs(fit_on), self.iterations[rows], policy)
+            acceptance = self.accepted(rows)
             if not speculates or (acceptance is not None and costs.per_token_s is not None):
                 unlike = self._unlike(rows, policy, step)
-                acceptance = self.fits.acceptance(rows & ~unlike) if unlike.any() else acceptance
-                accepted = self.drafters.acceptance(acceptance, step, fit_on, candidates)
+                acceptance = self.accepted(rows & ~unlike) if unlike.any() else acceptance
+                accepted = self.acceptance(acceptance, step, fit_on, candidates)
                 return fit_on, costs, accepted, float(self.overhead_s.loc[fit_on].median())
         raise ConfigError(
             f"RL step {step} speculates, and too little in the other steps does: what it costs is not known"
@@ -353,7 +371,7 @@ class _Prediction(RecordedRun):
         """
         specs = DEFAULT_DRAFTERS | policy.drafters
         remember = [name for name, spec in specs.items() if isinstance(spec, SuffixSpec) and spec.remembers]
-        rows = self.fits.iterations
+        rows = self.iterations
         mine = fitted & rows["drafter"].isin(remember).to_numpy()
         if not mine.any():
             return mine
@@ -362,13 +380,6 @@ class _Prediction(RecordedRun):
         drafted = pd.MultiIndex.from_frame(rows[["drafter", "draft_depth", "tokens_to_verify"]])
         unlike: Flags = mine & ~alike & drafted.isin(drafted[mine & alike])
         return unlike
-
-    def _scenario(self, rl_steps: list[int], costs: LinearCosts, acceptance: Acceptance | None) -> Scenario:
-        scenario, states = self.scenario(rl_steps, costs, acceptance), self.drafters.by_step
-        if (last := states.get(rl_steps[-1])) is None:
-            return scenario
-        # A learning policy's past counts as drafted by today's drafter where its drafter is unknown.
-        return replace(scenario, drafter_states=tuple(states.get(rl_step, last) for rl_step in rl_steps))
 
     def _forecast(self, force: ActivePolicy, step: int) -> tuple[float, float, float]:
         """Median and interval of the rollout time as it looks before the step, nan where history is too short."""
@@ -380,7 +391,7 @@ class _Prediction(RecordedRun):
         except ConfigError:
             return (float("nan"),) * 3
         rng = np.random.default_rng([self.seed, step])
-        scenario = self._scenario([step], costs, accepted)
+        scenario = self.scenario([step], costs, accepted)
         drawn = drawn_lengths(scenario.steps[0], self.trace.select(fit_on), rng, self.prefix)
         # As if the policy was set at this step: a forecast does not replay what it learned before.
         afresh = replace(force, since=step)

@@ -11,7 +11,7 @@ from tests.refused import refused
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
 from tltlab.calibration.acceptance import fit_kind
-from tltlab.calibration.api import StepFits, calibrate
+from tltlab.calibration.api import calibrate
 from tltlab.calibration.iterations import checked, recorded_rows
 from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
@@ -107,7 +107,7 @@ def test_a_trace_states_what_its_drafters_are(folder, old, traits, tmp_path):
     assert rows[0].levels.tolist() == rows[1].levels.tolist()
     assert bool(rows[0].levels.any()) == traits.has_network
     known, own = calibrate(trace), calibrate(other)
-    seconds = [StepFits(t).seconds(fit.costs, t.rl_steps) for t, fit in ((other, own), (trace, known))]
+    seconds = [fit.costs.identified_s(each) for fit, each in zip((known, own), rows, strict=True)]
     assert seconds[0] == pytest.approx(seconds[1])
     mine = own.acceptance
     assert mine is not None

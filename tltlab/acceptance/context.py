@@ -100,7 +100,7 @@ class ContextAcceptance(Wrapped, AcceptanceModel):
         """Chance of a drafted token over that within the trained length, 1 to 0."""
         if self.trained_tokens is None:
             return np.ones_like(context_tokens, np.float64)
-        return _share(context_tokens, self.trained_tokens)
+        return np.clip((USELESS_AT - context_tokens / self.trained_tokens) / (USELESS_AT - 1.0), 0.0, 1.0)
 
     def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
         survival = self.base.survival(strategy, requests)
@@ -159,7 +159,3 @@ def trained_at(model: Acceptance, trained_tokens: float | None, text: str) -> Ac
     if isinstance(model, Wrapped) and model.trained_drafter is not None:
         return model.with_parts([trained_at(part, trained_tokens, text) for part in model.parts])
     return ContextAcceptance(base=model, trained_tokens=trained_tokens)
-
-
-def _share(context_tokens: Floats, trained_tokens: float) -> Floats:
-    return np.clip((USELESS_AT - context_tokens / trained_tokens) / (USELESS_AT - 1.0), 0.0, 1.0)

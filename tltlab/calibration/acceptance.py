@@ -23,7 +23,6 @@ _ASSUMPTION = 'state an assumption: a file {"kind": "fresh", "base": MODEL, "dra
 class AcceptanceFit:
     """A model, None where nothing was drafted; `notes` names the source of the data and what was left out."""
 
-    kind: str
     model: Model | None
     notes: tuple[str, ...]
 
@@ -46,11 +45,11 @@ def _by_batch(trace: Trace) -> AcceptanceFit:
     if table is None or not (table["draft_depth"] > 0).any():
         if trace.acceptance is None or trace.acceptance.empty:
             note = "nothing was speculated, so there is no acceptance to fit"
-            return AcceptanceFit(kind="by-batch", model=None, notes=(note,))
+            return AcceptanceFit(model=None, notes=(note,))
         note = "acceptance: walked along acceptance.parquet, which knows no batch: one band for all of them"
-        return AcceptanceFit(kind="by-batch", model=_pool(_walked_drafts(trace), trace.drafters), notes=(note,))
+        return AcceptanceFit(model=_pool(_walked_drafts(trace), trace.drafters), notes=(note,))
     measured, notes = fit_acceptance(table, trace.drafters)
-    return AcceptanceFit(kind="by-batch", model=measured, notes=tuple(notes))
+    return AcceptanceFit(model=measured, notes=tuple(notes))
 
 
 def _siblings(trace: Trace) -> AcceptanceFit:
@@ -70,7 +69,7 @@ def _siblings(trace: Trace) -> AcceptanceFit:
         reach=rows["reach"].to_numpy(np.int64),
         accepted=rows["accepted"].to_numpy(np.int64),
     )
-    return AcceptanceFit(kind="siblings", model=model, notes=tuple(notes))
+    return AcceptanceFit(model=model, notes=tuple(notes))
 
 
 def _fresh(trace: Trace) -> AcceptanceFit:
@@ -106,7 +105,7 @@ def _fresh(trace: Trace) -> AcceptanceFit:
         measured=measured_state(freshness, *(column.to_numpy(np.float64) for column in states_of)),
         notes=notes,
     )
-    return AcceptanceFit(kind="fresh", model=model, notes=notes)
+    return AcceptanceFit(model=model, notes=notes)
 
 
 def _walked_drafts(trace: Trace) -> pd.DataFrame:

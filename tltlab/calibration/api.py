@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.measured import MeasuredAcceptance, fit_acceptance
-from tltlab.arrays import Flags, Floats
-from tltlab.costs import linear
 from tltlab.costs.linear import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
@@ -18,7 +14,7 @@ from tltlab.records import frozen
 from tltlab.traces.trace import Trace
 
 from .costs import fit_trace
-from .iterations import iterations_of, recorded_rows
+from .iterations import iterations_of
 
 
 @frozen
@@ -33,41 +29,6 @@ class Calibration:
     residuals: pd.DataFrame
     sums: pd.DataFrame
     notes: tuple[str, ...]
-
-
-class StepFits:
-    """Fits to any RL steps of one trace, whose iterations are read once: `costs` as those of `calibrate`, `acceptance`.
-
-    Costs have no noise: they are for predicting a rollout time. Engines that share cores slow each other down. To a fit
-    that is scatter of each, but it is common to all, and drawn apart for each worker it would make the slowest of four
-    some 10 % slower than it is.
-    """
-
-    def __init__(self, trace: Trace) -> None:
-        self.iterations = iterations_of(trace)
-        self._rows = recorded_rows(self.iterations, trace.steps, trace.drafters)
-        self._drafters = trace.drafters
-
-    def of(self, rl_steps: Collection[int]) -> Flags:
-        """The rows of `iterations` in these RL steps."""
-        return np.isin(self._rows.rl_step, list(rl_steps))
-
-    def costs(self, rl_steps: Collection[int]) -> LinearCosts:
-        """Linear costs of these RL steps. Raises ConfigError where these have no iterations."""
-        rows = self._rows.where(self.of(rl_steps))
-        if not len(rows):
-            raise ConfigError("there are no iterations to calibrate on")
-        costs = linear.fit(rows, recorded=True).costs
-        assert isinstance(costs, LinearCosts)
-        return costs
-
-    def acceptance(self, rows: Flags) -> MeasuredAcceptance | None:
-        """Acceptance of these rows of `iterations`; None where nothing was speculated."""
-        return fit_acceptance(self.iterations[rows], self._drafters)[0]
-
-    def seconds(self, costs: LinearCosts, rl_steps: Collection[int]) -> Floats:
-        """Seconds of each iteration of these RL steps under a cost model, in the order of `iterations`."""
-        return costs.identified_s(self._rows.where(self.of(rl_steps)))
 
 
 def calibrate(trace: str | Path | Trace) -> Calibration:

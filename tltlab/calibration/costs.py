@@ -26,8 +26,6 @@ from tltlab.traces.trace import Trace
 
 from .cross_validation import (
     MOST_FOLDS,
-    Fold,
-    cross_validated,
     error_bound_90,
     error_quantiles,
     held_out_errors,
@@ -138,7 +136,7 @@ def _fitted(
     found = CostFit(
         kind=kind,
         costs=fitted.costs.model_copy(update={"notes": (*fitted.costs.notes, *notes), "evidence": evidence}),
-        residuals=residuals(rows.regime, rows.batch, rows.seconds, fitted.predicted_s),
+        residuals=residuals(rows, fitted.predicted_s),
         sums=worker_sums(seconds_of(rows, fitted.predicted_s)[: None if recorded else 0]),
         cross_validation=held_out_errors(held_out),
     )
@@ -170,11 +168,13 @@ def _noise(table: pd.DataFrame, predicted: Floats) -> IterationNoise | None:
 
 def _held_out(fit: Fit, rows: Iterations, parts: Mapping[str, Flags], notes: list[str]) -> pd.DataFrame:
     """Rows for `held_out_errors`; NaN where the rest cannot predict a part, with the reason in `notes`."""
-    folds = (Fold(name, rows.where(~out), rows.where(out)) for name, out in parts.items())
     tables = [seconds_of(rows, rows.seconds)[:0].assign(fold="")]
-    for fold, predicted in cross_validated(lambda train: fit(train).costs.predict, folds):
-        if isinstance(predicted, ConfigError):
-            notes.append(f"{fold.name} left out: not predicted, {predicted}")
-            predicted = np.full(len(fold.test), np.nan)
-        tables.append(seconds_of(fold.test, predicted).assign(fold=fold.name))
+    for name, out in parts.items():
+        test = rows.where(out)
+        try:
+            predicted = fit(rows.where(~out)).costs.predict(test)
+        except ConfigError as error:
+            notes.append(f"{name} left out: not predicted, {error}")
+            predicted = np.full(len(test), np.nan)
+        tables.append(seconds_of(test, predicted).assign(fold=name))
     return pd.concat(tables[1:] or tables, ignore_index=True)

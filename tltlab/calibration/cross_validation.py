@@ -3,64 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Floats
 from tltlab.costs.evidence import LEVEL
-from tltlab.errors import ConfigError
 from tltlab.stats import student_margin
 
 from .residuals import worker_sums
 
-Data = TypeVar("Data")
 MOST_FOLDS = 8
 _LEAST = 0.01
 """Predictions of less than this share of what was measured are as far off as this one."""
 
 
-Predictor = Callable[[Data], Floats]
-Learner = Callable[[Data], Predictor[Data]]
+Predictor = Callable[[pd.DataFrame], Floats]
+Learner = Callable[[pd.DataFrame], Predictor]
 """Fits to data and returns what predicts a value per row; both raise ConfigError where the data do not identify it."""
 
 
-class Fold(NamedTuple, Generic[Data]):
-    """A part of the data that is left out, and the rest."""
-
-    name: str
-    train: Data
-    test: Data
-
-
-def leave_one_group_out(rows: pd.DataFrame, column: str) -> Iterator[Fold[pd.DataFrame]]:
-    """A fold for each value of a column, rows without one being in no fold; none where nothing would be left."""
-    for value in sorted(rows[column].dropna().unique()):
-        mask = rows[column] == value
-        if not mask.all():
-            yield Fold(f"{column} {value:g}", rows[~mask], rows[mask])
-
-
-def cross_validated(
-    learn: Learner[Data], folds: Iterable[Fold[Data]]
-) -> Iterator[tuple[Fold[Data], Floats | ConfigError]]:
-    """Predictions for each fold by a fit to the rest; the error where it fails."""
-    for fold in folds:
-        try:
-            yield fold, learn(fold.train)(fold.test)
-        except ConfigError as error:
-            yield fold, error
-
-
-def held_out_predictions(learn: Learner[pd.DataFrame], rows: pd.DataFrame, column: str) -> pd.Series[float]:
-    """Each row predicted from a fit to the rows with another value of a column. Raises ConfigError where one cannot."""
+def held_out_predictions(learn: Learner, rows: pd.DataFrame, column: str) -> pd.Series[float]:
+    """Each row predicted from a fit to the rows with another value of a column; NaN where there are none."""
     predictions = pd.Series(np.nan, rows.index)
-    for fold, predicted in cross_validated(learn, leave_one_group_out(rows, column)):
-        if isinstance(predicted, ConfigError):
-            raise predicted
-        predictions[fold.test.index] = predicted
+    for value in rows[column].unique():
+        out = rows[column] == value
+        if not out.all():
+            predictions[out] = learn(rows[~out])(rows[out])
     return predictions
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab import console
-from tltlab.arrays import Floats, Ints
+from tltlab.arrays import Floats
 from tltlab.costs.samples import BANDS, REGIMES, Iterations, band
 
 
@@ -17,9 +17,9 @@ def _band_name(band: int) -> str:
     return f"batch {low}" if low == BANDS[band] else f"batch {low}-{BANDS[band]}"
 
 
-def residuals(regime: Ints, batch: Floats, duration: Floats, predicted: Floats) -> pd.DataFrame:
+def residuals(iterations: Iterations, predicted: Floats) -> pd.DataFrame:
     """Per regime and batch band: iterations, mean absolute relative error, and the bias of the sum."""
-    bands = band(batch)
+    bands, regime = band(iterations.batch), iterations.regime
     parts = [("all", np.ones(len(predicted), dtype=bool))]
     for i, name in enumerate(REGIMES):
         parts.append((name, regime == i))
@@ -27,7 +27,7 @@ def residuals(regime: Ints, batch: Floats, duration: Floats, predicted: Floats) 
             parts += [(f"{name}, {_band_name(int(b))}", (regime == i) & (bands == b)) for b in np.unique(bands)]
     rows = []
     for name, mask in parts:
-        measured = duration[mask]
+        measured = iterations.seconds[mask]
         if measured.sum() > 0:
             error = np.abs(predicted[mask] - measured) / np.maximum(measured, 1e-9)
             bias = predicted[mask].sum() / measured.sum() - 1.0

@@ -194,7 +194,7 @@ def fit_terms(choices: Sequence[Sequence[str]], rows: pd.DataFrame) -> tuple[dic
     return _fitted(best, rows), held_out
 
 
-def _of_terms(terms: Sequence[str]) -> Learner[pd.DataFrame]:
+def _of_terms(terms: Sequence[str]) -> Learner:
     """Fits non-negative multiples of the columns `terms`."""
     return lambda rows: partial(multiples_s, _fitted(terms, rows))
 
@@ -204,7 +204,7 @@ def multiples_s(multiples: Mapping[str, float], rows: pd.DataFrame) -> Floats:
     return np.asarray(sum(value * rows[name].to_numpy() for name, value in multiples.items()), np.float64)
 
 
-def constant(rows: pd.DataFrame) -> Predictor[pd.DataFrame]:
+def constant(rows: pd.DataFrame) -> Predictor:
     """Predicts the median of the RL steps that it was fitted to."""
     median = float(np.median(rows["measured_s"]))
     return lambda asked: np.full(len(asked), median)

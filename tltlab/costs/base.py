@@ -45,6 +45,12 @@ class Coefficients:
             )
         return float(value)
 
+    def once_s(self, strategy: Strategy, drafter_loaded: bool) -> float:
+        """Seconds of an iteration for drafting at all, or for a drafter that is loaded in plain decoding."""
+        if strategy.speculates:
+            return self.need("sd_base_s")
+        return self.need("sd_idle_s") if drafter_loaded else 0.0
+
 
 class CostModel(Coefficients, StoredModel, ABC):
     """Seconds of iterations and prefill on one worker, and that worker's limits; its file is for `load_costs`.
@@ -79,9 +85,9 @@ class CostModel(Coefficients, StoredModel, ABC):
         """GPUs of one worker, 1 where the model does not state it."""
         return 1
 
-    def limits(self, *excluded: str) -> dict[str, Any]:
-        """The fields that every cost model has but those `excluded`, for another model with the same limits."""
-        return {name: getattr(self, name) for name in CostModel.model_fields if name not in excluded}
+    def limits(self) -> dict[str, Any]:
+        """The fields that every cost model has, for another model with the same limits."""
+        return {name: getattr(self, name) for name in CostModel.model_fields}
 
     @abstractmethod
     def iteration(

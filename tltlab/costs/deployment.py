@@ -50,7 +50,7 @@ class Deployment:
         if not times or not count.isdecimal() or int(count) < 1:
             count, name = "1", gpus
         num_gpus, device = int(count), find_gpu(name)
-        shape = model if isinstance(model, ModelShape) else find_model(MODEL if model is None else model)
+        shape = find_model(MODEL if model is None else model)
         engine = engine or nearest_engine(device.name, shape.name, shape.weights)
         sizes = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0 and n & (n - 1) == 0]
         if tp is not None:

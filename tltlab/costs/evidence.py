@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -74,14 +74,14 @@ class Evidence(FrozenModel):
     @property
     def distance(self) -> Distance:
         """The distance of plain decoding to the nearest measurement."""
-        return _distance(self.unmeasured)
+        return self.distance_of()
 
-    def distance_of(self, *, speculates: bool = False, beyond: Iterable[str] = ()) -> Distance:
+    def distance_of(self, *, speculates: bool = False, beyond: Sequence[str] = ()) -> Distance:
         """The distance of a use, of which `beyond` lies outside the measurements: the farther one of its parts."""
-        if list(beyond):
+        lacking = self._lacking(speculates=speculates)
+        if {*lacking, *beyond} - {_TOGETHER}:
             return "never measured"
-        named = [name for name in self._lacking(speculates=speculates) if name != _TOGETHER]
-        return _distance(named or self._lacking(speculates=speculates))
+        return "interpolated" if lacking else "measured together"
 
     def error(self, *, speculates: bool = False, extrapolated: bool = False) -> float | None:
         """The error of an iteration's or a rollout's time that nine in ten predictions do not exceed.
@@ -127,9 +127,8 @@ class Evidence(FrozenModel):
         deeper = span is not None and not all(span[0] <= depth <= span[1] for depth in drafting)
         return [*(["draft depth"] if deeper else []), *(["block drafts"] if blocks else [])]
 
-    def describe(self, *, speculates: bool = False, beyond: Iterable[str] = ()) -> str:
+    def describe(self, *, speculates: bool = False, beyond: Sequence[str] = ()) -> str:
         """In one line: the distance and the error to expect."""
-        beyond = list(beyond)
         gaps = [name for name in self.unmeasured if name != _TOGETHER]
         gaps += [name.replace("_", " ") for name in beyond if name not in gaps]
         lacking = [name for name in self._lacking(speculates=speculates) if name != _TOGETHER and name not in gaps]
@@ -137,11 +136,8 @@ class Evidence(FrozenModel):
             gaps.append(f"speculation with this {', '.join(lacking)}")
         error = self.error(speculates=speculates, extrapolated=bool(beyond))
         expect = "how far off is not known" if error is None else f"nine in ten are off by less than {error:.0%}"
-        distance, named = (
-            self.distance_of(speculates=speculates, beyond=beyond),
-            f" ({', '.join(gaps)})" if gaps else "",
-        )
-        return f"{distance} with {self.engine}{named}; {expect}"
+        named = f" ({', '.join(gaps)})" if gaps else ""
+        return f"{self.distance_of(speculates=speculates, beyond=beyond)} with {self.engine}{named}; {expect}"
 
     def to_json(self) -> dict[str, Any]:
         """The keys of `evidence` in the commands' JSON."""
@@ -205,10 +201,3 @@ def interval(value: float, error: float | None) -> tuple[float, float] | None:
 def _added(*errors: float) -> float:
     """Independent errors, as one: their logarithms add up in squares."""
     return round(math.expm1(math.hypot(*map(math.log1p, errors))), 6)
-
-
-def _distance(unmeasured: Iterable[str]) -> Distance:
-    unmeasured = list(unmeasured)
-    if not unmeasured:
-        return "measured together"
-    return "interpolated" if unmeasured == [_TOGETHER] else "never measured"

@@ -63,14 +63,13 @@ class LinearCosts(CostModel):
     ) -> LinearIteration:
         verified = float(strategy.tokens_to_verify) if tokens_to_verify is None else tokens_to_verify
         fixed, per_request, passes = self.need("base_s"), self.need("per_request_s"), drafters.passes(strategy)
+        fixed += self.once_s(strategy, drafter_loaded)
         draft_fixed = draft_per_request = 0.0
+        per_token = self.per_token_s or 0.0
         if strategy.speculates:
-            fixed += self.need("sd_base_s")
             draft_fixed = passes * self.need("draft_level_s")
             draft_per_request = self.draft_per_request_s + passes * self.need("draft_level_per_request_s")
-        elif drafter_loaded:
-            fixed += self.need("sd_idle_s")
-        per_token = self.need("per_token_s") if strategy.speculates else self.per_token_s or 0.0
+            per_token = self.need("per_token_s")
         return LinearIteration(
             fixed_s=fixed,
             per_request_s=per_request,

@@ -404,8 +404,7 @@ def profile_costs(
     fit = profiles()
     if engine not in fit.engines:
         raise ConfigError(f"no engine profile {engine!r}; there are {', '.join(fit.engines)}")
-    device = gpu_source if isinstance(gpu_source, Gpu) else find_gpu(gpu_source)
-    shape = model_source if isinstance(model_source, ModelShape) else find_model(model_source)
+    device, shape = find_gpu(gpu_source), find_model(model_source)
     kind = weights or shape.weights
     profile = fit.engines[engine]
     # Where it was measured itself only those batches count.
@@ -458,16 +457,18 @@ def listed(record: _Record) -> str | _Record:
     return record.name if record in (*GPUS, *MODELS) else record
 
 
-def find_gpu(source: str) -> Gpu:
+def find_gpu(source: str | Gpu) -> Gpu:
     """A GPU by name, or by a JSON file with the fields of `Gpu`."""
-    if not Path(source).is_file():
+    if isinstance(source, Gpu) or not Path(source).is_file():
         return gpu(source)
     with faults_in(source):
         return Gpu.model_validate(read_json(Path(source)))
 
 
-def find_model(source: str) -> ModelShape:
+def find_model(source: str | ModelShape) -> ModelShape:
     """A model by name, by its Hugging Face `config.json` or that one's folder, or by a JSON of `ModelShape`."""
+    if isinstance(source, ModelShape):
+        return source
     path = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
     if not path.is_file():
         return model(source)

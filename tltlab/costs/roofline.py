@@ -126,10 +126,11 @@ class Ideal:
     allreduces: Numbers
 
     @classmethod
+    @lru_cache(maxsize=256)
     def of(
         cls,
-        gpu: Gpu,
-        model: ModelShape,
+        gpu_source: str | Gpu,
+        model_source: str | ModelShape,
         tp: int,
         weights: Dtype | None = None,
         kv: Dtype = "bf16",
@@ -141,39 +142,32 @@ class Ideal:
         Each GPU holds its share of the experts. KV heads are shared out and, where there are more GPUs than heads,
         held twice; the latent of MLA lies on every GPU.
         """
-        kind = weights or model.weights
-        bandwidth, flops = tp * gpu.hbm_bytes_per_s, tp * gpu.peak_flops
-        layers = model.active_params - model.head_params
-        copies = tp if model.latent else per_gpu_heads(model, tp)[1] * tp / model.kv_heads
-        token_bytes = copies * model.layer_kv_values * DTYPE_BYTES[kv]
-        draft_layer = model.attention_params + 3 * model.hidden * (model.intermediate or 3 * model.hidden)
-        draft = draft_layers * draft_layer + model.hidden * (draft_vocab or model.vocab) + 2 * model.hidden**2
-        allreduces = 2 * model.layers if tp > 1 else 0
-        width = model.latent or model.head_dim
+        device, shape = gpu(gpu_source), model(model_source)
+        kind = weights or shape.weights
+        bandwidth, flops = tp * device.hbm_bytes_per_s, tp * device.peak_flops
+        layers = shape.active_params - shape.head_params
+        copies = tp if shape.latent else per_gpu_heads(shape, tp)[1] * tp / shape.kv_heads
+        token_bytes = copies * shape.layer_kv_values * DTYPE_BYTES[kv]
+        draft_layer = shape.attention_params + 3 * shape.hidden * (shape.intermediate or 3 * shape.hidden)
+        draft = draft_layers * draft_layer + shape.hidden * (draft_vocab or shape.vocab) + 2 * shape.hidden**2
+        allreduces = 2 * shape.layers if tp > 1 else 0
+        width = shape.latent or shape.head_dim
         return cls(
-            weights_s=(model.body_params * DTYPE_BYTES[kind] + model.head_params * BYTES_PER_VALUE) / bandwidth,
-            experts_s=model.expert_params * DTYPE_BYTES[kind] / bandwidth,
-            chosen=model.experts_per_token / model.experts if model.experts else 0.0,
-            token_s=2 * layers / (tp * gpu.flops(kind)) + 2 * model.head_params / flops,
+            weights_s=(shape.body_params * DTYPE_BYTES[kind] + shape.head_params * BYTES_PER_VALUE) / bandwidth,
+            experts_s=shape.expert_params * DTYPE_BYTES[kind] / bandwidth,
+            chosen=shape.experts_per_token / shape.experts if shape.experts else 0.0,
+            token_s=2 * layers / (tp * device.flops(kind)) + 2 * shape.head_params / flops,
             # A ring sends and receives each value (tp - 1)/tp times, once to add up and once to hand out.
-            link_token_s=allreduces * 2 * (tp - 1) / tp * model.hidden * BYTES_PER_VALUE / gpu.link_bytes_per_s,
-            context_s=model.full_layers * token_bytes / bandwidth,
-            query_context_s=4 * model.full_layers * model.heads * width / flops,
-            window_s=model.window_layers * model.window * token_bytes / bandwidth,
+            link_token_s=allreduces * 2 * (tp - 1) / tp * shape.hidden * BYTES_PER_VALUE / device.link_bytes_per_s,
+            context_s=shape.full_layers * token_bytes / bandwidth,
+            query_context_s=4 * shape.full_layers * shape.heads * width / flops,
+            window_s=shape.window_layers * shape.window * token_bytes / bandwidth,
             draft_weights_s=draft * BYTES_PER_VALUE / bandwidth,
             draft_token_s=2 * draft / flops,
-            layers=model.layers,
-            expert_layers=model.expert_layers,
+            layers=shape.layers,
+            expert_layers=shape.expert_layers,
             allreduces=allreduces,
         )
-
-
-@lru_cache(maxsize=256)
-def _ideal(
-    device: str | Gpu, shape: str | ModelShape, tp: int, weights: Dtype | None, kv: Dtype, draft_vocab: int | None,
-    draft_layers: int = 1,
-) -> Ideal:  # fmt: skip
-    return Ideal.of(gpu(device), model(shape), tp, weights, kv, draft_vocab, draft_layers)
 
 
 def forward_s(ideal: Ideal, c: Constants, *, tokens: Numbers, batch: Numbers) -> Numbers:
@@ -277,7 +271,7 @@ class RooflineCosts(CostModel):
         return self._ideal_of(1)
 
     def _ideal_of(self, draft_layers: int) -> Ideal:
-        return _ideal(self.gpu, self.model, self.tp, self.weights, self.kv, self.draft_vocab, draft_layers)
+        return Ideal.of(self.gpu, self.model, self.tp, self.weights, self.kv, self.draft_vocab, draft_layers)
 
     @property
     def tensor_parallel(self) -> int:
@@ -298,11 +292,7 @@ class RooflineCosts(CostModel):
         drafter_loaded: bool = False,
         drafters: Drafters = STANDARD,
     ) -> RooflineIteration:
-        once = 0.0
-        if strategy.speculates:
-            once = self.constants.need("sd_base_s")
-        elif drafter_loaded:
-            once = self.constants.need("sd_idle_s")
+        once = self.constants.once_s(strategy, drafter_loaded)
         passes, width, layers = drafters.network_passes(strategy), 1, 1
         if passes:
             width, layers = drafters.tokens_per_pass(strategy), drafters[strategy.drafter].layers
@@ -446,7 +436,7 @@ class RooflineRows:
 
 def fit(rows: Iterations, hardware: Hardware, *, recorded: bool) -> Fitted:
     """Roofline costs; `recorded` rows are thinned, and the level is that of typical rollouts."""
-    all_rows = RooflineRows.of(rows, Ideal.of(gpu(hardware.gpu), model(hardware.model), hardware.tp))
+    all_rows = RooflineRows.of(rows, Ideal.of(hardware.gpu, hardware.model, hardware.tp))
     sample = all_rows.subsampled() if recorded else all_rows
     values, level = fit_constants(sample), 1.0
     notes = notes_of(sample, values)

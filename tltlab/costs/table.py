@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal
@@ -150,16 +149,12 @@ class TableCosts(CostModel):
         drafter_loaded: bool = False,
         drafters: Drafters = STANDARD,
     ) -> TableIteration:
-        fixed = self.base_s
         passes = drafters.network_passes(strategy) if self.network_levels else drafters.passes(strategy)
         draft_fixed = draft_per_request = 0.0
-        if strategy.speculates:
-            fixed += self.need("sd_base_s")
+        fixed = self.base_s + self.once_s(strategy, drafter_loaded)
         if passes:
             draft_fixed = passes * self.need("draft_level_s")
             draft_per_request = passes * self.need("draft_level_per_request_s")
-        if drafter_loaded and not strategy.speculates:
-            fixed += self.need("sd_idle_s")
         return TableIteration(
             fixed_s=fixed,
             per_request_s=self.per_request_s,
@@ -300,8 +295,8 @@ def fit(rows: Iterations, hardware: Hardware | None = None) -> Fitted:
     of the seconds that the rest of the iteration leaves. Raises ConfigError for a single context per batch, which shows
     nothing of attention.
     """
-    costs = _decoding(rows.where(rows.prefill == 0), hardware)
-    prefilled = rows.where(rows.prefill > 0)
+    decoding, prefilled = rows.where(rows.prefill == 0), rows.where(rows.prefill > 0)
+    costs = _decoding(decoding, hardware)
     if len(prefilled):
         rest_s = costs.predict(replace(prefilled, prefill=np.zeros(len(prefilled))))
         each_s = max(float(np.median((prefilled.seconds - rest_s) / prefilled.prefill)), 0.0)
@@ -315,55 +310,30 @@ def fit(rows: Iterations, hardware: Hardware | None = None) -> Fitted:
 def _decoding(rows: Iterations, hardware: Hardware | None) -> TableCosts:
     if not len(rows):
         raise ConfigError("there are no measured iterations to make a table of")
-    pairs = np.unique(np.stack([rows.batch, rows.context]), axis=1)
-    if np.unique(pairs[0], return_counts=True)[1].max() < 2:
+    batch, tokens, context = rows.batch, rows.verified, rows.context
+    if np.unique(np.unique(np.stack([batch, context]), axis=1)[0], return_counts=True)[1].max() < 2:
         raise ConfigError("measured iterations have one context_tokens per batch: measure each at two or more")
-    forward_at, batch_at = np.unique(rows.verified), np.unique(rows.batch)
-    columns = forward_columns(rows.verified, forward_at) | context_columns(rows.batch, rows.context, batch_at)
-    columns |= _ramps("fixed", rows.batch, batch_at)
+    forward_at, batch_at = np.unique(tokens), np.unique(batch)
+    context_at = np.concatenate([[0.0], batch_at])
+    columns = {"forward": np.ones_like(tokens)} | _ramps("forward", tokens, forward_at)
+    # Seconds per token of context in every request grow with the requests; the context is the sum over these.
+    columns |= {name: ramp * context / batch for name, ramp in _ramps("context", batch, context_at).items()}
+    columns |= _ramps("fixed", batch, batch_at)
     notes: list[str] = []
-    drafts = bool(rows.spec.any())
+    drafts, bends = bool(rows.spec.any()), list[dict[str, float]]()
     if drafts:
         columns |= {"sd_base_s": rows.spec.astype(np.float64)}
-        columns |= {"draft_level_s": rows.next_depth, "draft_level_per_request_s": rows.next_depth * rows.batch}
-    # Every batch and depth has different tokens: a curve through all of them would leave no time for drafting.
-    # Among the curves that fit the measurements, the straightest is taken.
-    bends = forward_bends(rows.verified, rows.seconds, forward_at) if drafts else []
+        columns |= {"draft_level_s": rows.next_depth, "draft_level_per_request_s": rows.next_depth * batch}
+        # Every batch and depth has different tokens: a curve through all of them would leave no time for drafting.
+        # Among the curves that fit the measurements, the straightest is taken: that with knots near the lines through
+        # their neighbours, in shares of the median seconds of the rows there.
+        for low, middle, high in zip(forward_at, forward_at[1:], forward_at[2:], strict=False):
+            share = (middle - low) / (high - low)
+            typical_s = float(np.median(rows.seconds[tokens == middle]))
+            bends.append({f"forward {middle:g}": (1 - share) / typical_s, f"forward {high:g}": -share / typical_s})
     coefficients = non_negative(columns, rows.seconds, small=bends)
-    terms = measured_drafting(coefficients, notes) if drafts else {}
-    slopes = _values_at(coefficients, "context", np.concatenate([[0.0], batch_at]))[1:] / batch_at
-    return _made(coefficients, forward_at, batch_at, slopes, rows, notes, {**terms, "roofline": hardware})
-
-
-def forward_columns(tokens: Floats, knots: Floats) -> dict[str, Floats]:
-    """Seconds that grow with the tokens: a constant and the ramps."""
-    return {"forward": np.ones_like(tokens)} | _ramps("forward", tokens, knots)
-
-
-def context_columns(batch: Floats, context: Floats, knots: Floats) -> dict[str, Floats]:
-    """Seconds per token of context in every request, growing with the requests; `context` is the sum over these."""
-    ramps = _ramps("context", batch, np.concatenate([[0.0], knots]))
-    return {name: ramp * context / batch for name, ramp in ramps.items()}
-
-
-def forward_bends(tokens: Floats, seconds: Floats, knots: Floats) -> list[dict[str, float]]:
-    """How far the curve of `forward_columns` is from straight at each inner knot, for `non_negative`'s `small`.
-
-    Its distance from the line through its neighbours, as a share of the median seconds of the rows at that knot.
-    """
-    bends = []
-    for low, middle, high in zip(knots, knots[1:], knots[2:], strict=False):
-        share = (middle - low) / (high - low)
-        typical_s = float(np.median(seconds[tokens == middle]))
-        bends.append({f"forward {middle:g}": (1 - share) / typical_s, f"forward {high:g}": -share / typical_s})
-    return bends
-
-
-def _made(
-    coefficients: dict[str, float | None], forward_at: Floats, batch_at: Floats, slopes: Floats, rows: Iterations,
-    notes: list[str], terms: Mapping[str, Any],
-) -> TableCosts:  # fmt: skip
-    """The table of fitted curves, with seconds per token of context at the knots of attention."""
+    terms: dict[str, Any] = dict(measured_drafting(coefficients, notes)) if drafts else {}
+    slopes = _values_at(coefficients, "context", context_at)[1:] / batch_at
     seconds = np.maximum(_values_at(coefficients, "forward", forward_at), LEAST_S)
     fixed = _values_at(coefficients, "fixed", batch_at)
     return TableCosts(
@@ -374,6 +344,7 @@ def _made(
         ),
         calibrated=rows.covered,
         notes=tuple(notes),
+        roofline=hardware,
         **terms,
     )
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from tltlab.arrays import Flags, Floats
-from tltlab.calibration.cross_validation import cross_validated, error_quantiles, leave_one_group_out
+from tltlab.calibration.cross_validation import error_quantiles
 from tltlab.costs.evidence import CalibratedRange
 from tltlab.costs.roofline import (
     Constants,
@@ -235,16 +235,11 @@ def _fold_errors(values: Mapping[str, float], measurements: pd.DataFrame, column
         value = measurements[column].iloc[0]
         raise ConfigError(f"fold {column} has one value only, {value}: nothing would be left to fit")
 
-    def learn(rest: pd.DataFrame) -> Callable[[pd.DataFrame], Floats]:
-        rows = PublishedRows.of_table(rest)
-        if missing := set(values) - set(rows.ranges):
-            raise ConfigError(f"the rest does not show {', '.join(sorted(missing))}")
-        found = fit_constants(rows, values)
-        return lambda asked: PublishedRows.of_table(asked).predict(found)
-
-    for fold, predicted in cross_validated(learn, leave_one_group_out(measurements, column)):
-        value = fold.test[column].iloc[0]
-        if isinstance(predicted, ConfigError):
-            raise ConfigError(f"without {column} {value} {predicted}")
-        error = np.abs(predicted / fold.test["measured"].to_numpy(np.float64) - 1)
+    for value in sorted(measurements[column].dropna().unique()):
+        out = measurements[column] == value
+        rest, test = PublishedRows.of_table(measurements[~out]), measurements[out]
+        if missing := set(values) - set(rest.ranges):
+            raise ConfigError(f"without {column} {value} the rest does not show {', '.join(sorted(missing))}")
+        predicted = PublishedRows.of_table(test).predict(fit_constants(rest, values))
+        error = np.abs(predicted / test["measured"].to_numpy(np.float64) - 1)
         yield column, value, len(error), float(error.mean()), float(error.max()), *error_quantiles(error)

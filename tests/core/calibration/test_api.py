@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 
 from tests.refused import refused
-from tltlab.calibration.api import StepFits, calibrate, parse_rl_steps
+from tltlab.calibration.api import calibrate, parse_rl_steps
+from tltlab.calibration.iterations import recorded_rows
 from tltlab.costs.linear import FAR_TOKENS, LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
@@ -94,7 +95,7 @@ def test_many_tokens_at_once_may_take_less_each():
     costs = calibrate(trace).costs
     assert costs.per_token_s == pytest.approx(1.1e-4, rel=1e-3)
     assert costs.far_token_s == pytest.approx(6e-5, rel=1e-3)
-    seconds = StepFits(trace).seconds(costs, trace.rl_steps)
+    seconds = costs.identified_s(recorded_rows(trace.iterations))
     assert seconds == pytest.approx(trace.iterations["duration"].to_numpy(), rel=1e-3)
     deep = Strategy.chain("ngram", 8)
     tokens = 96 * 9

@@ -12,7 +12,7 @@ from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import simulate
-from tltlab.sim.verification.rollouts import DrafterStates, verify
+from tltlab.sim.verification.rollouts import RecordedRun, verify
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import read
 
@@ -110,7 +110,7 @@ def test_every_step_must_show_the_drafter_s_state(run):
     trace = read(run)
     steps = trace.steps
     steps["drafter_age"] = steps["drafter_age"].where(steps["rl_step"] != 3)
-    partly = DrafterStates(trace=trace.replace(steps=steps))
-    assert 3 not in partly.by_step
+    partly = RecordedRun(trace=trace.replace(steps=steps))
+    assert 3 not in partly.drafters
     base = GeometricAcceptance(alpha=0.5)
     assert partly.acceptance(base, 3, [0, 1], trace.rl_steps) is base  # type: ignore[arg-type]
