@@ -12,7 +12,7 @@ user's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cache, partial, wraps
@@ -136,18 +136,12 @@ class Watch:
         """Remove and return a request that is about to be freed."""
         if (live := self.control.live.get(request.request_id)) is None:
             return None
-        reason, got = request.get_finished_reason(), live.got
-        if got is None and self._open_recording is not None:
+        reason, got = request.get_finished_reason(), None
+        if self._open_recording is not None:
             ended, end_s = live.ended or (str(reason), self.control.tracker.clock())
             if (got := self._stopped_at(request, ended == "stop")) is not None:
                 live.ended = "stop", end_s
         return self.control.finish(live.name, None if reason is None else str(reason), got)
-
-    def note_delivered(self, num_tokens: Mapping[str, int]) -> None:
-        """Note how many tokens clients have of requests that they are about to abort."""
-        for name, got in num_tokens.items():
-            if (live := self.control.live.get(name)) is not None:
-                live.got = got
 
     def _stopped_at(self, request: Request, at_token: bool) -> int | None:
         """Return `_stopped_at` by the tokenizer of vLLM's engine core; None without one, or once it has failed."""
@@ -321,7 +315,6 @@ class _RecordOnly:
                 self._guarded(partial(self._wrap, name, *hooks), ())
         self._scheduler.close_recording = self._close
         self._scheduler.new_weights = lambda method: self._guarded(watch.new_weights, (method,))
-        self._scheduler.note_delivered = lambda num_tokens: self._guarded(watch.note_delivered, (num_tokens,))
 
     def _close(self) -> None:
         self._unwrap()
@@ -378,7 +371,6 @@ class _RecordOnly:
                     attributes[name] = previous
         self._wrapped.clear()
         attributes.pop("new_weights", None)
-        attributes.pop("note_delivered", None)
 
 
 def _stopped_at(request: Request, tokenizer: Any, at_token: bool) -> int | None:
@@ -632,10 +624,6 @@ class PolicyScheduler(Scheduler):
     def new_weights(self, method: str | None = None) -> None:
         """Note possible new weights: the prefix cache was reset, or a `method` was called on all workers."""
         self.guard.call(self.watch.new_weights, method)
-
-    def note_delivered(self, num_tokens: Mapping[str, int]) -> None:
-        """Note how many tokens clients have of requests that they are about to abort."""
-        self.guard.call(self.watch.note_delivered, num_tokens)
 
     def close_recording(self) -> None:
         """End the recording and turn it into a trace."""
