@@ -79,7 +79,7 @@ class Control:
         self.departing: dict[str, LiveRequest] = {}
         self.observers: tuple[Observer, ...] = ()
         # Number of requests that allow no drafts for any request in the batch.
-        self._draftless = 0
+        self.draftless = 0
         self._turn = 0
         # Lower bound of `_room` over all requests.
         self._least_room = 0
@@ -208,7 +208,7 @@ class Control:
             arrived_s=self.tracker.clock(),
         )
         self.live[name] = self.by_key[key] = self.waiting[name] = live
-        self._draftless += drafting == "none beside"
+        self.draftless += drafting == "none beside"
         self._least_room = min(self._least_room, self._room(live))
         self._batch_places = None
         self.drafters.open(live)
@@ -217,7 +217,7 @@ class Control:
         return live
 
     def _drafts_for(self, live: LiveRequest) -> bool:
-        return not self._draftless and live.drafting == "any"
+        return not self.draftless and live.drafting == "any"
 
     def _room(self, live: LiveRequest) -> int:
         """Most tokens worth drafting for a request: verification adds one token of its own."""
@@ -235,7 +235,7 @@ class Control:
             return None
         self.by_key.pop(live.key, None)
         self.waiting.pop(name, None)
-        self._draftless -= live.drafting == "none beside"
+        self.draftless -= live.drafting == "none beside"
         self.drafters.close(live)
         self._notify_budget(live)
         live.kept = len(live.output) if got is None else min(got, len(live.output))

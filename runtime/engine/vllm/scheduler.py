@@ -87,6 +87,8 @@ class Watch:
         self._samples = Newest[tuple[int, str], int](REMEMBERED)
         self._least_sample = self._num_nameless = 0
         self._batch: list[str] = []
+        self._goes_on = False
+        self._turn: LiveRequest | None = None
         self._detokenizing = Guard("stop strings are recorded as aborts:", "the engine continues")
 
     @property
@@ -98,41 +100,46 @@ class Watch:
     def _open_recording(self) -> LiveRecording | None:
         return self.recording if self.recording is not None and not self.recording.ended else None
 
-    def entered(self, request: Request) -> LiveRequest | None:
+    def enters(self, request: Request) -> None:
+        """Note whether a request is the next turn of a session that the scheduler has."""
+        self._goes_on = request.request_id in self.scheduler.requests
+
+    def entered(self, request: Request) -> None:
         """Add a request of the scheduler."""
-        if request.sampling_params is None:
-            return None
+        if self._goes_on or request.sampling_params is None:
+            return
         key, recording = self._key_of(request), self._open_recording
         if recording is not None:
             recording.arrives(key[0] if key is not None else None)
         elif key is not None:
             self.control.advance(key[0])
-        return self._enter(request, key or self._new_key(request))
+        self._enter(request, key or self._new_key(request))
 
-    def continued(self, session: Request, before: LiveRequest | None) -> LiveRequest | None:
-        """Add the next turn of a streaming session after turn `before` has `left`, whose output is now prompt."""
-        if before is None:
-            return None
-        rl_step, prompt_id, sample, turn = before.key
-        return self._enter(session, (rl_step, prompt_id, sample, turn + 1))
+    def continues(self, session: Request, *_: Any) -> None:
+        """Note the end of a turn of a streaming session."""
+        self._turn = self.left(session)
 
-    def _enter(self, request: Request, key: Key) -> LiveRequest:
+    def continued(self, session: Request, *_: Any) -> None:
+        """Add the next turn of a streaming session, in which the output so far is prompt."""
+        if self._turn is not None:
+            rl_step, prompt_id, sample, turn = self._turn.key
+            self._enter(session, (rl_step, prompt_id, sample, turn + 1))
+
+    def _enter(self, request: Request, key: Key) -> None:
         rl_step, prompt_id, sample, _ = key
         least = self._samples.get((rl_step, prompt_id), 0)
         if (oldest := self._samples.put((rl_step, prompt_id), max(least, sample + 1))) is not None:
             self._least_sample = max(self._least_sample, oldest[1])
         prompt = list(request.prompt_token_ids or ())
         drafting = drafting_of(request.sampling_params)
-        return self.control.add(
-            request.request_id, key, prompt, request._output_token_ids, request.max_tokens, drafting
-        )
+        self.control.add(request.request_id, key, prompt, request._output_token_ids, request.max_tokens, drafting)
 
     def ended(self, request: Request) -> None:
         """Note the end of a request's turn, before vLLM has it await the next one, with its own status."""
         if (live := self.control.live.get(request.request_id)) is not None:
             live.ended = str(request.get_finished_reason()), self.control.tracker.clock()
 
-    def left(self, request: Request) -> LiveRequest | None:
+    def left(self, request: Request, *_: Any) -> LiveRequest | None:
         """Remove and return a request that is about to be freed."""
         if (live := self.control.live.get(request.request_id)) is None:
             return None
@@ -174,8 +181,14 @@ class Watch:
             prefill_tokens=prefill,
         )
 
-    def watched(self, work: Iteration, depth: int) -> None:
-        """Record an iteration without a policy, whose drafts vLLM makes by its own method, `depth` tokens deep."""
+    def watched(self, output: SchedulerOutput) -> None:
+        """Record an iteration without a policy, whose drafts vLLM makes by its own method."""
+        if not output.num_scheduled_tokens:
+            return
+        with self.control.inside:
+            work = self.scheduled(output)
+        # Versions before 0.32 always draft to the depth given at the start.
+        depth = getattr(output, "num_spec_tokens_to_schedule", self.scheduler.num_spec_tokens)
         speculative = self.scheduler.vllm_config.speculative_config
         self.control.watched(work, _chain(str(speculative.method), depth) if speculative else NO_SPECULATION)
 
@@ -281,63 +294,63 @@ def _record_only(scheduler: Any) -> None:
     several = scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1
     control = settings.control(overlapped=several or bool(scheduler.scheduler_config.async_scheduling))
     watch = Watch(scheduler, control, settings)
-    if watch.recording is not None:
-        _RecordOnly(watch, watch.recording).begin()
+    if (recording := watch.recording) is not None:
+        hooks = _Hooks(watch, recording.guard, recording)
+        hooks.wrap(_around_requests(watch) | _around_iterations(watch))
+        scheduler.close_recording = hooks.close
 
 
-class _RecordOnly:
-    """Wrapped methods of a scheduler that is only recorded, until the recording ends or `close_recording`."""
+_Around = dict[str, tuple[Callable[..., object], Callable[..., object] | None]]
+"""By method of a scheduler, calls before and after it, with its arguments."""
 
-    def __init__(self, watch: Watch, recording: LiveRecording) -> None:
-        self._watch, self._recording, self._scheduler = watch, recording, watch.scheduler
-        self._goes_on = False
-        self._turn: LiveRequest | None = None
+
+def _around_requests(watch: Watch) -> _Around:
+    """Calls that report requests, pauses and new weights to `watch`."""
+    return {
+        "add_request": (watch.enters, lambda request: watch.entered(request)),
+        "_update_request_as_session": (watch.continues, watch.continued),
+        "_handle_stopped_request": (lambda request: watch.ended(request), None),
+        "_free_request": (lambda request, *_: watch.left(request), lambda *_: watch.freed()),
+        "set_pause_state": (lambda *_: watch.control.end_iteration(), None),
+        "reset_prefix_cache": (lambda *_: watch.new_weights(), None),
+    }
+
+
+def _around_iterations(watch: Watch) -> _Around:
+    """Calls that report iterations of an engine without a policy to `watch`."""
+    return {
+        "schedule": (lambda *_: watch.control.iteration_starts(), None),
+        "_update_after_schedule": (watch.watched, None),
+        "update_from_output": (watch.returned, lambda *_: watch.freed()),
+        "update_draft_token_ids": (watch.drafted, None),
+    }
+
+
+class _Hooks:
+    """Calls around methods of one scheduler object, through `guard`.
+
+    With a `recording` the methods are unwrapped when that ends, also by an error in it.
+    """
+
+    def __init__(self, watch: Watch, guard: Guard, recording: LiveRecording | None = None) -> None:
+        self._watch, self._scheduler = watch, watch.scheduler
+        self._guard, self._recording = guard, recording
         # By method: the object's own attribute before, None for its class's method, and the wrapper.
         self._wrapped: dict[str, tuple[Any, Any]] = {}
 
-    def begin(self) -> None:
-        """Wrap the methods; where that fails end the recording and restore all."""
-        watch = self._watch
-        around: dict[str, tuple[Callable[..., object], Callable[..., object] | None]] = {
-            "add_request": (self._before_add, self._after_add),
-            "_update_request_as_session": (self._before_turn, lambda session, *_: watch.continued(session, self._turn)),
-            "schedule": (lambda *_: watch.control.iteration_starts(), None),
-            "_update_after_schedule": (self._note_iteration, None),
-            "update_from_output": (watch.returned, lambda *_: watch.freed()),
-            "update_draft_token_ids": (watch.drafted, None),
-            "_handle_stopped_request": (watch.ended, None),
-            "_free_request": (lambda request, *_: watch.left(request), lambda *_: watch.freed()),
-            "set_pause_state": (lambda *_: watch.control.end_iteration(), None),
-            "reset_prefix_cache": (lambda *_: watch.new_weights(), None),
-        }
-        for name, hooks in around.items():
+    def wrap(self, around: _Around) -> None:
+        """Wrap the methods; where that fails all are restored."""
+        for name, calls in around.items():
             if name not in NOT_IN_ALL or hasattr(self._scheduler, name):
-                self._guarded(partial(self._wrap, name, *hooks), ())
-        self._scheduler.close_recording = self._close
-        self._scheduler.new_weights = lambda method: self._guarded(watch.new_weights, (method,))
+                self._guarded(partial(self._wrap, name, *calls), ())
+        self._scheduler.new_weights = lambda method: self._guarded(self._watch.new_weights, (method,))
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Unwrap the methods and end the recording."""
         self._unwrap()
-        self._recording.close()
+        if self._recording is not None:
+            self._recording.close()
         self._scheduler.__dict__.pop("close_recording", None)
-
-    def _before_add(self, request: Request) -> None:
-        self._goes_on = request.request_id in self._scheduler.requests
-
-    def _after_add(self, request: Request) -> None:
-        if not self._goes_on:
-            self._watch.entered(request)
-
-    def _before_turn(self, session: Request, *_: Any) -> None:
-        self._turn = self._watch.left(session)
-
-    def _note_iteration(self, output: SchedulerOutput) -> None:
-        if output.num_scheduled_tokens:
-            with self._watch.control.inside:
-                work = self._watch.scheduled(output)
-            # Versions before 0.32 always draft to the depth given at the start.
-            depth = getattr(output, "num_spec_tokens_to_schedule", self._scheduler.num_spec_tokens)
-            self._watch.watched(work, depth)
 
     def _wrap(self, name: str, before: Callable[..., object], after: Callable[..., object] | None) -> None:
         previous, stock = vars(self._scheduler).get(name), getattr(self._scheduler, name)
@@ -354,10 +367,9 @@ class _RecordOnly:
         setattr(self._scheduler, name, method)
 
     def _guarded(self, part: Callable[..., object], args: tuple[Any, ...]) -> None:
-        """Call `part`; after the recording's end, also by an error in `part`, unwrap."""
-        if not self._recording.ended:
-            self._recording.guard.call(part, *args)
-        if self._recording.ended:
+        if self._recording is None or not self._recording.ended:
+            self._guard.call(part, *args)
+        if self._recording is not None and self._recording.ended:
             self._unwrap()
 
     def _unwrap(self) -> None:
@@ -465,6 +477,7 @@ class PolicyScheduler(Scheduler):
         self._draft_at_most(self.num_spec_tokens)
         self.drafts_here_alone = drafts_nothing(vllm_config.speculative_config)
         self.watch = Watch(self, self.control, settings)
+        _Hooks(self.watch, self.guard).wrap(_around_requests(self.watch))
         self.stops: StopStrings | None = None
         self.capture: NullCapture = NullCapture()
         # State of the last iteration: the workers' draft depth and seconds, and the requests still without a draft.
@@ -499,26 +512,11 @@ class PolicyScheduler(Scheduler):
                 f"{__name__}.policy_scheduler choose"
             )
 
-    def add_request(self, request: Request) -> None:
-        continues = request.request_id in self.requests
-        super().add_request(request)
-        if not continues:
-            self.guard.call(self._enter, self.watch.entered, request)
-
-    def _enter(self, watch: Callable[..., LiveRequest | None], request: Request, *before: LiveRequest | None) -> None:
-        live = watch(request, *before)
-        if live is not None and live.drafting == "none beside":
-            for running in self.running:
-                running.spec_token_ids = []
-
-    def _update_request_as_session(self, session: Request, update: Any) -> None:
-        # The next input of a streaming session: output so far becomes prompt, and the input starts a turn.
-        before = self.guard.call(self.watch.left, session)
-        super()._update_request_as_session(session, update)
-        self.guard.call(self._enter, self.watch.continued, session, before)
-
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        if self._due_ids is not None and self.requests:
+        if self.control.draftless:
+            for request in self.running:
+                request.spec_token_ids = []
+        if self._due_ids is not None and not self.requests.keys().isdisjoint(self._due_ids):
             # As late as possible: the engine returns the last tokens first, and ended requests get no draft.
             self._set_drafts(self.guard.call(self._draft, self._due_ids, (), self._draft_s))
         self.guard.call(self.control.iteration_starts)
@@ -541,8 +539,6 @@ class PolicyScheduler(Scheduler):
         self.guard.call(self._note_output, scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.guard.call(self.watch.freed)
-        if not self.requests:
-            self._due_ids = None
         return outputs
 
     def _note_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> None:
@@ -600,30 +596,6 @@ class PolicyScheduler(Scheduler):
         if num and len(new_token_ids) == num:
             request.status, stopped = RequestStatus.FINISHED_STOPPED, True
         return new_token_ids, stopped
-
-    def _handle_stopped_request(self, request: Request) -> bool:
-        self.guard.call(self.watch.ended, request)
-        return bool(super()._handle_stopped_request(request))
-
-    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self.guard.call(self.watch.left, request)
-        freed = super()._free_request(request, *args, **kwargs)
-        self.guard.call(self.watch.freed)
-        if not self.requests:
-            self._due_ids = None
-        return freed
-
-    def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
-        self.guard.call(self.control.end_iteration)
-        super().set_pause_state(*args, **kwargs)
-
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        self.new_weights()
-        return bool(super().reset_prefix_cache(*args, **kwargs))
-
-    def new_weights(self, method: str | None = None) -> None:
-        """Note possible new weights: the prefix cache was reset, or a `method` was called on all workers."""
-        self.guard.call(self.watch.new_weights, method)
 
     def close_recording(self) -> None:
         """End the recording and turn it into a trace."""

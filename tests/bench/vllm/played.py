@@ -144,15 +144,17 @@ class _Clock:
         return function
 
 
-def _timed_class(scheduler_cls: Any, clock: _Clock) -> Any:
-    """`scheduler_cls` with the clock switched wherever its methods and those of the class below call each other."""
+def _policy_scheduler(scheduler_cls: Any, clock: _Clock, **arguments: Any) -> Any:
+    """A scheduler of this class, with the clock switched wherever what is ours and the class below call each other."""
     (stock_cls,) = scheduler_cls.__bases__
     hooks = [
         n for n, value in vars(scheduler_cls).items() if callable(value) and hasattr(stock_cls, n) and n[:2] != "__"
     ]
-    stock = {name: clock.switching(getattr(stock_cls, name), _VLLM) for name in hooks}
+    stock = {name: clock.switching(getattr(stock_cls, name), _VLLM) for name in (*hooks, *_OF_REQUESTS)}
     ours = {n: clock.switching(getattr(scheduler_cls, n), _PARTS.get(n, _REQUESTS)) for n in (*hooks, "_draft")}
-    return type("Timed", (scheduler_cls, type("Stock", (stock_cls,), stock)), ours)
+    scheduler = type("Timed", (scheduler_cls, type("Stock", (stock_cls,), stock)), ours)(**arguments)
+    _time_wrapped(scheduler, clock, _OF_REQUESTS)
+    return scheduler
 
 
 def _recorded_scheduler(clock: _Clock, **arguments: Any) -> Any:
@@ -160,9 +162,13 @@ def _recorded_scheduler(clock: _Clock, **arguments: Any) -> Any:
     stock = {name: clock.switching(getattr(Scheduler, name), _VLLM) for name in _WRAPPED}
     scheduler = type("Stock", (Scheduler,), stock)(**arguments)
     record_only(scheduler)
-    for name in _WRAPPED:
-        setattr(scheduler, name, clock.switching(getattr(scheduler, name), _PARTS.get(name, _REQUESTS)))
+    _time_wrapped(scheduler, clock, _WRAPPED)
     return scheduler
+
+
+def _time_wrapped(scheduler: Any, clock: _Clock, names: Sequence[str]) -> None:
+    for name in names:
+        setattr(scheduler, name, clock.switching(getattr(scheduler, name), _PARTS.get(name, _REQUESTS)))
 
 
 class PlayedEngine:
@@ -198,7 +204,7 @@ class PlayedEngine:
         )
         config = world.config(options.get("speculative_config"))
         config.additional_config = options["additional_config"]
-        make = partial(_recorded_scheduler, self.clock) if record else _timed_class(PolicyScheduler, self.clock)
+        make = partial(_recorded_scheduler if record else partial(_policy_scheduler, PolicyScheduler), self.clock)
         self.scheduler: Any = make(
             vllm_config=config,
             kv_cache_config=self._blocks(config),

@@ -442,7 +442,7 @@ def test_a_second_recording_gets_another_folder(recorded, llm):
     beside.answers()
     beside.scheduler.close_recording()
     assert len(tltlab.read(recorded.path.with_name("trace-1")).outcomes) == 3
-    first._close()
+    first.close()
 
 
 def test_foreign_wrappers_survive_a_recording(recorded, llm, tmp_path):
