@@ -123,7 +123,7 @@ class Engine:
 
     def stop_at(self, strings: Sequence[str], tokenizer: Any, most: int) -> None:
         """End later responses, of up to `most` tokens in all, where their text has one of these (`StopStrings`)."""
-        adapter.scheduler_of(self.llm).stops = StopStrings(strings, tokenizer, most)
+        adapter.scheduler_of(self.llm).stop_at(StopStrings(strings, tokenizer, most))
 
     def warm_up(self, temperature: float) -> None:
         """Run plain and speculative iterations once, so that no rollout pays for first iterations; sets no policy."""

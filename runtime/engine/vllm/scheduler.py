@@ -478,7 +478,6 @@ class PolicyScheduler(Scheduler):
         self.drafts_here_alone = drafts_nothing(vllm_config.speculative_config)
         self.watch = Watch(self, self.control, settings)
         _Hooks(self.watch, self.guard).wrap(_around_requests(self.watch))
-        self.stops: StopStrings | None = None
         self.capture: NullCapture = NullCapture()
         # State of the last iteration: the workers' draft depth and seconds, and the requests still without a draft.
         self._worker_depth = 0
@@ -585,11 +584,14 @@ class PolicyScheduler(Scheduler):
                 if request.spec_token_ids and request.request_id not in drafted_ids:
                     request.spec_token_ids = []
 
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
-    ) -> tuple[list[int], bool]:
-        # Here vLLM cuts tokens behind an EOS token, so that drafts change no response.
-        num = 0 if self.stops is None else self.guard.call(self.stops.completed, request, new_token_ids) or 0
+    def stop_at(self, stops: StopStrings) -> None:
+        """End later responses where their text has one of these."""
+        self._stops = stops
+        # Here vLLM cuts tokens behind an EOS token, so that drafts change no response. It is called for each request.
+        self._update_request_with_output = self._stopped
+
+    def _stopped(self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
+        num = self.guard.call(self._stops.completed, request, new_token_ids)
         if num:
             del new_token_ids[num:]
         new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
