@@ -19,7 +19,6 @@ from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import GraphPlan, parts_of, plan_graphs
-from tltlab.runtime.engine.guard import FAULTS
 
 from . import OPTIONS, POLICY, RECORD, VARIABLES, attached, missing
 
@@ -78,20 +77,12 @@ class Attachment(FrozenModel):
         names = [part for s in strategies if s.speculates for part in parts_of(self.specs, s.drafter)]
         return next((spec for spec in map(self.specs.get, names) if isinstance(spec, LearnedSpec)), None)
 
-    def control(self, *, overlapped: bool, on_host: bool = True, guarded: bool = False) -> Control:
-        """Return a fresh `Control` that follows the policy; ConfigError for a policy that the engine cannot run.
-
-        With `guarded` a policy that raises anything else while it is built is logged and left out.
-        """
+    def control(self, *, overlapped: bool, on_host: bool = True) -> Control:
+        """Return a fresh `Control` that follows the policy; ConfigError for a policy that the engine cannot run."""
         pool = DrafterPool(self.drafters, self.max_draft_depth, on_host=on_host)
         control = Control(pool, worker=self.worker, overlapped=overlapped)
         if self.policy is not None:
-            try:
-                control.set_policy(self.policy, (self.seed, self.worker, 0))
-            except FAULTS as error:
-                if isinstance(error, ConfigError) or not guarded:
-                    raise
-                control.guard.fail(error)
+            control.set_policy(self.policy, (self.seed, self.worker, 0))
         return control
 
 

@@ -140,9 +140,6 @@ def _check_arguments(engine_args: Any, variables: Variables) -> None:
         return
     if any(getattr(engine_args, name, None) for name in ("spec_method", "spec_model")):
         raise ConfigError("its program speculates by itself, without the speculative_config that a policy needs")
-    options = variables.engine_options(None, engine_args.speculative_config)
-    if engine_args.async_scheduling and options.get("async_scheduling") is False:
-        raise ConfigError("its program asks for asynchronous scheduling, and the policy for model-free drafts")
 
 
 def _set(engine_args: Any, name: str, value: Any) -> None:

@@ -434,22 +434,6 @@ def policy_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Poli
     return cls(vllm_config, *args, **kwargs)
 
 
-def _checked_settings(config: VllmConfig) -> tuple[Attachment, BaseException | None]:
-    """Return the engine's settings and None; without a policy, and what it raised, where its class raises.
-
-    ConfigError where the engine cannot run the settings.
-    """
-    settings = Attachment()
-    try:
-        settings = Attachment.of_engine(config)
-        check_engine(config, settings, plugged_in=is_registered(), sound=speculative_sampling_is_sound())
-    except FAULTS as error:
-        if isinstance(error, ConfigError):
-            raise
-        return settings.model_copy(update={"policy": None}), error
-    return settings, None
-
-
 class PolicyScheduler(Scheduler):
     """Scheduler that has a policy choose before each iteration and trims or replaces drafts after it.
 
@@ -459,20 +443,27 @@ class PolicyScheduler(Scheduler):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         begins, continues = "tltlab raised", "the engine continues without a policy, a recording or a capture"
         self.guard = Guard(begins, continues, self._give_up)
-        settings, fault = _checked_settings(vllm_config)
-        if settings.policy is None and fault is None:
-            raise ConfigError(
-                f"{type(self).__name__} has no policy to follow in this engine: leave scheduler_cls out (record= needs "
-                "none), or pass all options of vllm_options"
-            )
         self._check_class(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         overlapped = isinstance(self, AsyncScheduler)
         # The V2 runner verifies the drafts it keeps on the device, not the tokens that the scheduler names.
         on_host = not overlapped and not (self.num_spec_tokens and self.use_v2_model_runner)
-        self.control = settings.control(overlapped=overlapped, on_host=on_host, guarded=True)
-        if fault is not None:
-            self.control.guard.fail(fault)
+        settings = Attachment()
+        try:
+            settings = Attachment.of_engine(vllm_config)
+            check_engine(vllm_config, settings, plugged_in=is_registered(), sound=speculative_sampling_is_sound())
+            if settings.policy is None:
+                raise ConfigError(
+                    f"{type(self).__name__} has no policy to follow in this engine: leave scheduler_cls out (record= "
+                    "needs none), or pass all options of vllm_options"
+                )
+            self.control = settings.control(overlapped=overlapped, on_host=on_host)
+        except FAULTS as error:
+            if isinstance(error, ConfigError):
+                raise
+            settings = settings.model_copy(update={"policy": None})
+            self.control = settings.control(overlapped=overlapped, on_host=on_host)
+            self.control.guard.fail(error)
         # With a table of depths in force vLLM does not pad new requests with placeholder drafts.
         self._draft_at_most(self.num_spec_tokens)
         self.drafts_here_alone = drafts_nothing(vllm_config.speculative_config)
