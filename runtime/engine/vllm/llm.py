@@ -344,7 +344,7 @@ class WeightUpdates:
         self.unusable, self.version = "", version
 
     def load_all(self, weights: Iterable[tuple[str, torch.Tensor]], version: str, *, draft: bool = False) -> None:
-        """Load weights of this process, through shared memory where other processes have the model.
+        """Load weights of this process, through shared memory: other processes may have the model.
 
         ConfigError for no weights, RunError as above.
         """
@@ -352,12 +352,9 @@ class WeightUpdates:
         if not named:
             raise ConfigError("a weight update needs weights, got none")
         self.start(draft=draft)
-        if _worker(self._llm) is not None:
-            self.load(weights=named)
-        else:
-            with closing(BucketSlots.fit(tensor for _, tensor in named)) as slots:
-                for bucket in slots.filled(named):
-                    self.load(bucket=asdict(bucket))
+        with closing(BucketSlots.fit(tensor for _, tensor in named)) as slots:
+            for bucket in slots.filled(named):
+                self.load(bucket=asdict(bucket))
         self.finish(version)
 
     @contextmanager

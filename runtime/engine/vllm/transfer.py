@@ -1,4 +1,4 @@
-"""Weight updates in engines: as tensors, in buckets of shared memory, or over one of vLLM's own backends.
+"""Weight updates in engines: in buckets of shared memory, or over one of vLLM's own backends.
 
 Also the trainer's side of these backends: NCCL between devices, CUDA IPC where both are on the same one.
 """
@@ -33,7 +33,7 @@ def register_backend() -> None:
 
 
 def local_weight_transfer() -> type:
-    """Return the class that loads weights in every engine: `weights` themselves, a `bucket`, or those over a `device`.
+    """Return the class that loads weights in every engine: those in a `bucket`, or over a `device`.
 
     A `device` update uses the backend of vLLM's that `init_info` names. Loading goes layer by layer as in vLLM's own
     backends: the CPU build empties the checkpoint-layout weights after packing them, so a plain `load_weights` finds
@@ -57,7 +57,6 @@ def local_weight_transfer() -> type:
 
     @dataclass
     class LocalUpdate(WeightTransferUpdateInfo):
-        weights: Any = None
         bucket: Any = None
         device: dict[str, Any] | None = None
 
@@ -91,10 +90,8 @@ def local_weight_transfer() -> type:
                     self._on_device = True
                     self._device.set_weight_update_target(self.model, self.model_config)
                     self._device.receive_weights(self._device.parse_update_info(update_info.device))
-                elif update_info.bucket is not None:
-                    self._load_bucket(WeightBucket(**update_info.bucket))
                 else:
-                    self.model.load_weights(update_info.weights)
+                    self._load_bucket(WeightBucket(**update_info.bucket))
 
         def _load_bucket(self, bucket: WeightBucket) -> None:
             if bucket.number != self._next_bucket:
