@@ -35,8 +35,8 @@ Arguments = dict[str, Any]
 class Attachment(FrozenModel):
     """An engine's settings in `additional_config["tltlab"]`: the policy, its drafters, and the engine's identity.
 
-    Without a policy vLLM drafts by its own settings, and `record` records that. Where it is `numbered` several engines
-    share that name: each takes the first of RECORD, RECORD-1, ... where nothing is yet.
+    Without a policy vLLM drafts by its own settings, and `record` records that. Several engines may share that name:
+    each takes the first of RECORD, RECORD-1, ... where nothing is yet.
     """
 
     policy: Policy | None = None
@@ -45,7 +45,6 @@ class Attachment(FrozenModel):
     worker: int = 0
     seed: int = 0
     record: str | None = None
-    numbered: bool = False
 
     @classmethod
     def of_engine(cls, config: Any) -> Attachment:
@@ -60,10 +59,8 @@ class Attachment(FrozenModel):
         return attachment.model_copy(update={} if rank == 0 else {"record": None}).of_replica(index)
 
     def of_replica(self, index: int) -> Attachment:
-        """Return the settings of one of several data-parallel engines: a worker and its own trace."""
-        named = self.record is not None and index and not self.numbered
-        record = f"{self.record}-{index}" if named else self.record
-        return self.model_copy(update={"worker": self.worker + index, "record": record})
+        """Return the settings of one of several data-parallel engines, another worker."""
+        return self.model_copy(update={"worker": self.worker + index})
 
     @property
     def specs(self) -> Mapping[str, DrafterSpec]:
@@ -221,7 +218,7 @@ class Variables(FrozenModel):
     """Environment variables for every engine that a program starts.
 
     `TLTLAB_POLICY` is a policy's name, its file, package.module:Class, or a file's content; `TLTLAB_RECORD` the folder
-    of a trace; `TLTLAB_OPTIONS` the rest as JSON. Several engines share them, so recordings are `numbered`.
+    of a trace; `TLTLAB_OPTIONS` the rest as JSON.
     """
 
     policy: Policy | None = None
@@ -280,7 +277,6 @@ class Variables(FrozenModel):
         options = vllm_options(self.policy, record=self.record, **arguments)
         if speculative and self.policy is not None:
             options["speculative_config"] = dict(speculative)
-        options["additional_config"]["tltlab"] |= {"numbered": True}
         return options
 
     def __str__(self) -> str:

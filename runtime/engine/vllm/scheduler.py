@@ -41,7 +41,6 @@ from tltlab.runtime.engine.requests import LiveRequest
 from tltlab.runtime.engine.stops import StopStrings
 from tltlab.runtime.engine.tracker import Iteration
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.schema import is_trace
 
 from . import is_registered
 from .capture import NullCapture
@@ -261,10 +260,7 @@ def _recording(scheduler: Any, control: Control, settings: Attachment) -> LiveRe
     if settings.record is None:
         return None
     labels = {"model": scheduler.vllm_config.model_config.model, "engine": f"vllm {vllm.__version__}"}
-    # An existing trace, of another engine or program, is left alone.
-    numbered = settings.numbered or is_trace(Path(settings.record))
-    begin = LiveRecording.numbered if numbered else LiveRecording
-    recording = begin(settings.record, control, hardware=hardware(), **labels)
+    recording = LiveRecording.numbered(settings.record, control, hardware=hardware(), **labels)
     if recording.path != Path(settings.record):
         logger.warning("%s is taken, so this engine records to %s", settings.record, recording.path)
     return recording

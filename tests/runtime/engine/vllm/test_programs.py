@@ -84,7 +84,7 @@ def test_a_programs_engine_follows_the_policy_and_records(random_model, tmp_path
         assert config.scheduler_config.async_scheduling is False
         assert config.speculative_config.num_speculative_tokens == 8
         found = attached(config)
-        assert (found.policy, found.record, found.numbered) == (load_policy("beg-mab"), str(tmp_path / "x"), True)
+        assert (found.policy, found.record) == (load_policy("beg-mab"), str(tmp_path / "x"))
         [said] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tltlab: ")]
         assert str(tmp_path / "policy.json") in said
         assert str(tmp_path / "x") in said
@@ -345,7 +345,7 @@ def test_frameworks_take_the_environment(program, random_model, tmp_path, enviro
         # OpenRLHF's engine, and TRL's: neither has a place for more.
         found = attached(configured(random_model, "AsyncEngineArgs", seed=7, enable_prefix_caching=True))
         wanted = vllm_options(source, **more)
-        assert found == Attachment.model_validate(wanted["additional_config"]["tltlab"] | {"numbered": True})
+        assert found == Attachment.model_validate(wanted["additional_config"]["tltlab"])
 
 
 def functions(path, *names, **beside):
