@@ -1,4 +1,4 @@
-"""Outputs for watching a run: a progress bar or plain lines, TensorBoard, and W&B by the recipe.
+"""Outputs for watching a run: lines, TensorBoard, and W&B by the recipe.
 
 A logger that cannot start is an error at once; one that fails later is reported once and dropped. A resumed run
 continues in the same run of W&B, and a repeated RL step is not logged again there, since it cannot delete values.
@@ -20,13 +20,11 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from tltlab.console import progress
 from tltlab.errors import ConfigError, one_line
 from tltlab.files import read_json, sealed, write_json
 from tltlab.runtime.recipe.sections import LogConfig
@@ -46,8 +44,7 @@ class RunLog:
     `out` is the run's folder, `total_steps` the RL steps from 0 on, `resume_from` the first that this process runs. For
     a step repeated by a later process or after a trainer's failure, TensorBoard shows the later values, W&B the earlier
     ones. `settings` are shown with the run by W&B; give nothing secret. Standard error gets each step's figures
-    (`step_text`), above a progress bar on a terminal. ConfigError where a logger of `config` is not installed or does
-    not start.
+    (`step_text`). ConfigError where a logger of `config` is not installed or does not start.
     """
 
     def __init__(
@@ -64,7 +61,8 @@ class RunLog:
             if importlib.util.find_spec(name) is None:
                 raise ConfigError(f"log.{name} = {project!r}: pip install {name}, or leave log.{name} out")
         self._loggers: dict[str, Logger] = {}
-        self._screen = Screen(total_steps)
+        self._total_steps = total_steps
+        self._pace: deque[float] = deque(maxlen=PACE_STEPS)
         self._noted: list[str] = []
         for name, project in chosen.items():
             title, logger = LOGGERS[name]
@@ -75,7 +73,6 @@ class RunLog:
                 if not isinstance(error, Exception):
                     raise
                 raise ConfigError(f"{title} did not start: {_short(error)}; check or leave out log.{name}") from error
-        self._screen.start(resume_from)
         # Engines take minutes to start, without further output.
         steps = f"RL steps {resume_from} to {total_steps - 1} into {out}"
         if resume_from >= total_steps:
@@ -91,7 +88,7 @@ class RunLog:
     def print(self, text: str) -> None:
         """Print a line; a closed terminal loses it."""
         with contextlib.suppress(OSError, ValueError):
-            self._screen.print(text)
+            progress(text)
 
     def note(self, sentence: str) -> None:
         """Print a note at once; the report of its RL step does not repeat it."""
@@ -102,8 +99,10 @@ class RunLog:
         """Print and log a finished RL step."""
         new = [note for note in report.notes if note not in self._noted]
         self._noted = [note for note in self._noted if note not in report.notes]
-        with contextlib.suppress(OSError, ValueError):
-            self._screen.step(replace(report, notes=new), metrics)
+        self._pace.append(report.seconds)
+        # Without evaluations and checkpoints between the steps.
+        left_s = fmean(self._pace) * max(self._total_steps - report.rl_step - 1, 0)
+        self.print(step_text(replace(report, notes=new), metrics, str(timedelta(seconds=math.ceil(left_s)))))
         self.measured(report.rl_step, metrics)
 
     def measured(self, rl_step: int, metrics: Mapping[str, float]) -> None:
@@ -114,8 +113,6 @@ class RunLog:
         """End every logger; those that take it receive whether the run `failed`. Nothing is raised."""
         self._each(lambda logger: logger.close(failed=failed))
         self._loggers.clear()
-        with contextlib.suppress(OSError, ValueError):
-            self._screen.close()
 
     def _each(self, act: Callable[[Logger], None]) -> None:
         for name, logger in list(self._loggers.items()):
@@ -262,50 +259,3 @@ def step_text(report: StepReport, measures: Mapping[str, float], time_left: str)
             *(f"  {note}" for note in report.notes),
         ]
     )
-
-
-class Screen:
-    """Prints on standard error, above a progress bar on a terminal; `total_steps` are from 0 on."""
-
-    def __init__(self, total_steps: int) -> None:
-        console = Console(stderr=True)
-        # FORCE_COLOR, which CI services set, makes rich see a terminal in a file.
-        terminal = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
-        self._total_steps = total_steps
-        self._pace: deque[float] = deque(maxlen=PACE_STEPS)
-        self._bar = Progress(
-            TextColumn("RL steps"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[reward]}"),
-            TimeElapsedColumn(),
-            # Not rich's own, which forgets steps of more than half a minute.
-            TextColumn("{task.fields[left]}"),
-            console=console,
-            expand=True,
-            refresh_per_second=2,
-            redirect_stdout=False,  # --json's object goes there
-            disable=not terminal,
-        )
-        self._task = self._bar.add_task("", total=total_steps, reward="", left="")
-
-    def start(self, resume_from: int) -> None:
-        """Begin the bar; earlier output is lines, since loggers may ask something at a terminal."""
-        self._bar.update(self._task, completed=resume_from)
-        self._bar.start()
-
-    def print(self, text: str) -> None:
-        self._bar.console.print(Text(text), soft_wrap=True)
-
-    def step(self, report: StepReport, measures: Mapping[str, float]) -> None:
-        """Print an RL step's figures."""
-        self._pace.append(report.seconds)
-        # Without evaluations and checkpoints between the steps.
-        left_s = fmean(self._pace) * max(self._total_steps - report.rl_step - 1, 0)
-        time_left = str(timedelta(seconds=math.ceil(left_s)))
-        self.print(step_text(report, measures, time_left))
-        reward = f"reward {report.reward_mean:.3f}"
-        self._bar.update(self._task, completed=report.rl_step + 1, reward=reward, left=f"left {time_left}")
-
-    def close(self) -> None:
-        self._bar.live.stop()

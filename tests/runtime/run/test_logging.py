@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-import pty
 import sys
-import threading
 from copy import deepcopy
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
@@ -140,38 +138,6 @@ def test_the_time_left_follows_the_newest_steps(tmp_path, capfd):
     assert lefts[0] == "10:50:00 left"
     assert lefts[-1] == "0:46:30 left"  # 31 steps of 90 s
     assert list(tmp_path.iterdir()) == [], "without loggers nothing is written"
-
-
-def test_on_a_terminal_lines_pass_above_the_bar(tmp_path, monkeypatch, capsys):
-    terminal, its_end = pty.openpty()
-    seen = []
-
-    def watch():
-        with contextlib.suppress(OSError):  # which says that the other end was closed
-            while chunk := os.read(terminal, 4096):
-                seen.append(chunk)
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "80")
-    with os.fdopen(its_end, "w") as stderr:
-        monkeypatch.setattr(sys, "stderr", stderr)
-        with RunLog(LogConfig(tensorboard=False), tmp_path, 3, resume_from=1) as log:
-            log.print("[bold]not markup[/bold]")
-            log.step(report(1, reward=0.625), {})
-            print('{"only": "json"}')
-        monkeypatch.undo()
-    watching.join(timeout=300)
-    os.close(terminal)
-    text = b"".join(seen).decode()
-    assert capsys.readouterr().out == '{"only": "json"}\n'
-    assert "[bold]not markup[/bold]" in text
-    assert "step 1: reward 0.625" in text
-    assert text.index("1/3") < text.index("2/3")
-    end = text[text.rindex("RL steps") :]
-    assert "reward 0.625" in end
-    assert "left 0:00:03" in end  # nothing is cut off at 80 columns
 
 
 def figures(reward):
