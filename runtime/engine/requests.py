@@ -22,8 +22,8 @@ class LiveRequest:
     tokens of the output. It arrived under `version` of the weights, and had so many tokens at each of the `updates`
     since.
 
-    `computed` tokens were sampled for it and its client got the first `kept`, both as of `Control.finish`. `ended` is
-    the reason and the time at which its turn ended, before it left.
+    `computed` tokens were sampled for it and its client got the first `kept`, both as of `Control.finish`; a client
+    that aborts it says how many it `got`. `ended` is the reason and the time at which its turn ended, before it left.
     """
 
     name: str
@@ -42,6 +42,7 @@ class LiveRequest:
     version: int = 0
     updates: list[int] = field(default_factory=list)
     computed: int = 0
+    got: int | None = None
     kept: int | None = None
     ended: tuple[str | None, float] | None = None
 

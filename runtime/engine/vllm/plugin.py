@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 GRACE_S = 60.0
 """Most seconds that a server at its end waits for an engine core to finish its trace."""
+
+GOT = "tltlab got "
+"""Prefix of a front end's additions to the names of requests that it aborts, see `_delivered_tokens`."""
 
 
 def register() -> None:
@@ -184,6 +187,7 @@ def attach() -> None:
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.output_processor import OutputProcessor
 
     EngineCore.tltlab = True
 
@@ -192,6 +196,18 @@ def attach() -> None:
         # Asking costs a message to each rank and back.
         if not getattr(self.scheduler, "drafts_here_alone", False):
             stock(self, model_executed)
+
+    @replacing(OutputProcessor, "abort_requests")
+    def abort(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        states = dict(self.request_states)
+        names = stock(self, *args, **kwargs)
+        return [*guarded_call(self, _delivered_tokens, states, names, otherwise=()), *names]
+
+    @replacing(EngineCore, "abort_requests")
+    def aborted(stock: Any, self: Any, request_ids: Any) -> Any:
+        if hasattr(self.scheduler, "note_delivered"):
+            guarded_call(self, _note_delivered, self.scheduler, request_ids)
+        return stock(self, [name for name in request_ids if not name.startswith(GOT)])
 
     @replacing(EngineCore, "shutdown")
     def shutdown(stock: Any, self: Any) -> None:
@@ -211,6 +227,21 @@ def attach() -> None:
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         guarded_call(self, _record_where_asked, self)
+
+
+def _delivered_tokens(states: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Return the number of tokens that clients got of the requests they abort, as names of no request.
+
+    The engine core computes further tokens meanwhile. Names reach the core in order, with the requests' own; a core
+    without tltlab ignores unknown names.
+    """
+    detokenizers = {name: states[name].detokenizer for name in names if name in states}
+    return [f"{GOT}{each.num_output_tokens()} {name}" for name, each in detokenizers.items() if each is not None]
+
+
+def _note_delivered(scheduler: Any, request_ids: Sequence[str]) -> None:
+    notes = [name.removeprefix(GOT).split(" ", 1) for name in request_ids if name.startswith(GOT)]
+    scheduler.note_delivered({name: int(num_tokens) for num_tokens, name in notes})
 
 
 def _note_weights_after(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ user's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cache, partial, wraps
@@ -142,12 +142,18 @@ class Watch:
         """Remove and return a request that is about to be freed."""
         if (live := self.control.live.get(request.request_id)) is None:
             return None
-        reason, got = request.get_finished_reason(), None
-        if self._open_recording is not None:
+        reason, got = request.get_finished_reason(), live.got
+        if got is None and self._open_recording is not None:
             ended, end_s = live.ended or (str(reason), self.control.tracker.clock())
             if (got := self._stopped_at(request, ended == "stop")) is not None:
                 live.ended = "stop", end_s
         return self.control.finish(live.name, None if reason is None else str(reason), got)
+
+    def note_delivered(self, num_tokens: Mapping[str, int]) -> None:
+        """Note how many tokens clients have of requests that they are about to abort."""
+        for name, got in num_tokens.items():
+            if (live := self.control.live.get(name)) is not None:
+                live.got = got
 
     def _stopped_at(self, request: Request, at_token: bool) -> int | None:
         """Return `_stopped_at` by the tokenizer of vLLM's engine core; None without one, or once it has failed."""
@@ -340,6 +346,7 @@ class _Hooks:
             if name not in NOT_IN_ALL or hasattr(self._scheduler, name):
                 self._guarded(partial(self._wrap, name, *calls), ())
         self._scheduler.new_weights = lambda method: self._guarded(self._watch.new_weights, (method,))
+        self._scheduler.note_delivered = lambda num_tokens: self._guarded(self._watch.note_delivered, (num_tokens,))
 
     def close(self) -> None:
         """Unwrap the methods and end the recording."""
@@ -379,6 +386,7 @@ class _Hooks:
                     attributes[name] = previous
         self._wrapped.clear()
         attributes.pop("new_weights", None)
+        attributes.pop("note_delivered", None)
 
 
 def _stopped_at(request: Request, tokenizer: Any, at_token: bool) -> int | None:
