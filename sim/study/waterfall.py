@@ -44,6 +44,7 @@ STEPS = {
     "synchronous tax": "the engine waits for the host between iterations: the bound of `compare`",
     "drain": "the best depth in each iteration, longest responses first: workers run empty, and nothing moves",
     "placement": "responses on the workers that they ran on",
+    "planner": "requests move between engines, or gather onto others, as the planner says",
     "choice of drafter": "the best depth in each iteration of the policy's own drafters",
     "choice of depth": "the policy's choices instead of the best ones",
     "acceptance lost to age": "drafters as old and as little trained as they are",
@@ -135,10 +136,14 @@ class _Run:
         scenario, strategies = self._ideal, self._strategies
         drafters, costs = scenario.registry_of({"": self.policy}), scenario.costs
         fast = self.asynchronous or costs
-        for name, model in {
-            "bound": ScaledCosts.wrapping(fast, pass_share=0.0), "drafting": fast, "synchronous tax": costs
-        }.items():  # fmt: skip
-            yield name, replace(scenario, costs=model).bounds_s(strategies, drafters)[0]
+        shapes = scenario.shapes or {}
+        free = {shape: ScaledCosts.wrapping(model, pass_share=0.0) for shape, model in shapes.items()}
+        for name, model, wider in (
+            ("bound", ScaledCosts.wrapping(fast, pass_share=0.0), free),
+            ("drafting", fast, shapes),
+            ("synchronous tax", costs, shapes),
+        ):
+            yield name, replace(scenario, costs=model, shapes=wider).bounds_s(strategies, drafters)[0]
 
     def cells(self) -> Iterator[Cell]:
         """Yield the simulations after the bounds, each with one change to the one before, in order."""
@@ -147,9 +152,11 @@ class _Run:
         fewer = replace(ideal, decision_block=max(self.block, ideal.decision_block))
         best = Cell(name="placement", policy=oracle, scenario=fewer, delay=0, entropy=self.entropy)
         mine = replace(best, name="choice of depth", policy=self.policy, scenario=ideal, delay=None)
-        yield replace(best, name="drain", scenario=fewer.placed("longest_first"))
-        yield best
-        # A planner that moves requests or gathers them comes here.
+        stay = replace(fewer, planner=None)
+        yield replace(best, name="drain", scenario=stay.placed("longest_first"))
+        yield replace(best, scenario=stay)
+        if fewer.planner is not None:
+            yield replace(best, name="planner")
         if 1 < len(own) < len(self._strategies):
             yield replace(best, name="choice of drafter", policy=oracle_policy(ideal, own))
         yield mine
