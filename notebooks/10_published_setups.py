@@ -12,7 +12,7 @@
 # ---
 
 # %% [markdown]
-# # 9. TLT in its published set-ups
+# # 10. TLT in its published set-ups
 #
 # TLT's paper has RL steps 1.7 to 2.1 times as fast as VeRL's. Its scripts give every worker 256 responses of up to 32K
 # tokens: a 7B model on 8 GPUs, a 32B model on 64. What does the simulator predict for them, on H100 and on A100?
