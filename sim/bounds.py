@@ -103,9 +103,6 @@ _HALVINGS = 40
 _STRETCH_TOKENS = 256.0
 _TOUCHED_BATCHES = (1, 16)
 
-Iterations = list[tuple[Regime, float, float]]
-"""Of each regime, with the seconds that do not depend on the context and those per token of it."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Floors:
@@ -155,10 +152,9 @@ class Floors:
         most = largest_batch(requests, self.costs)
         return replace(self, fixed_s=self.fixed_s[:, :most], options=self.options[:, :, :most])
 
-    def costing(self, fixed_s: Floats, gpus: int = 1) -> Iterations:
-        """Iterations of each regime with these fixed costs, in seconds of so many GPUs."""
-        slope_s = gpus * self.slope_s
-        return [(regime, gpus * each, slope_s) for regime, each in zip(self.regimes, fixed_s.tolist(), strict=True)]
+    def costing(self, fixed_s: Floats, gpus: int = 1) -> Floats:
+        """Seconds of so many GPUs: a row of the fixed costs of each regime, and one of those per token of context."""
+        return gpus * np.array([fixed_s, np.full(len(fixed_s), self.slope_s)])
 
     def envelope(self) -> Floats:
         """The `envelope` of a response's rates and the GPUs that each takes."""
@@ -172,15 +168,12 @@ class Floors:
 
 def lower_bound_s(requests: Requests, shapes: Sequence[Floors], acceptance: Acceptance | None, seed: int) -> float:
     """Seconds that no schedule of these requests undercuts, on GPUs of which each may run any of the shapes."""
-    if not requests.lengths.any():
-        return 0.0
     shapes = [floors.holding(requests) for floors in shapes]
-    path: Iterations = []
-    area: Iterations = []
-    for floors in shapes:
-        path += floors.costing(floors.fixed_s.min(axis=1))
-        area += floors.costing((floors.fixed_s / floors.batches).min(axis=1), floors.shape.gpus)
-    alone_s, held_s = _prefill_s(requests, shapes) + _decoding_s(requests, [path, area], acceptance, seed)
+    regimes = [regime for floors in shapes for regime in floors.regimes]
+    path = [each.costing(each.fixed_s.min(axis=1)) for each in shapes]
+    area = [each.costing((each.fixed_s / each.batches).min(axis=1), each.shape.gpus) for each in shapes]
+    costs = [np.concatenate(parts, axis=1) for parts in (path, area)]
+    alone_s, held_s = _prefill_s(requests, shapes) + _decoding_s(requests, regimes, costs, acceptance, seed)
     if requests.turns is not None:
         alone_s += np.array(requests.turns.tool_s)[requests.lengths > 0]
     return float(max(_by_response(requests, alone_s).max(), held_s.sum() / shapes[0].num_gpus))
@@ -209,19 +202,17 @@ def _by_response(requests: Requests, seconds: Floats) -> Floats:
 
 def fixed_bound_s(requests: Requests, floors: Floors, acceptance: Acceptance | None, seed: int) -> float:
     """Seconds that no schedule undercuts where every response stays on its worker, all of one shape."""
-    if not requests.lengths.any():
-        return 0.0
     floors = floors.holding(requests)
     fixed_s, batches = floors.fixed_s, floors.batches
-    rows: list[Iterations] = []
+    costs: list[Floats] = []
     for b in _TOUCHED_BATCHES:
         more_s = (fixed_s / batches).min(axis=1)
         if b < len(batches):
             steepest_s = (fixed_s[:, b:] - fixed_s[:, b - 1 : b]) / (batches[b:] - b)
             more_s = np.clip(steepest_s.min(axis=1), 0.0, more_s)
         base_s = (fixed_s - more_s[:, None] * batches).min(axis=1)
-        rows += [floors.costing(base_s + more_s), floors.costing(more_s)]
-    decoding_s = _decoding_s(requests, rows, acceptance, seed)
+        costs += [floors.costing(base_s + more_s), floors.costing(more_s)]
+    decoding_s = _decoding_s(requests, floors.regimes, costs, acceptance, seed)
     prefill_s = _prefill_s(requests, [floors])[1] / floors.shape.gpus
     bounds_s = []
     for alone_s, added_s in zip(decoding_s[::2], decoding_s[1::2], strict=True):
@@ -270,14 +261,19 @@ def largest_batch(requests: Requests, costs: CostModel) -> int:
 
 
 def _decoding_s(
-    requests: Requests, rows: Sequence[Iterations], acceptance: Acceptance | None, seed: int
-) -> list[Floats]:
-    """Least seconds to decode each response that ran, for each row: iterations of the same regimes at other costs."""
+    requests: Requests,
+    regimes: Sequence[Regime],
+    costs: Sequence[Floats],
+    acceptance: Acceptance | None,
+    seed: int,
+) -> Floats:
+    """Least seconds to decode each response that ran: a row for each of `costs`, which `Floors.costing` makes."""
     ids = np.flatnonzero(requests.lengths > 0)
-    regimes = [regime for regime, _, _ in rows[0]]
+    # By costs, regime and response.
+    fixed_s, slopes_s = np.moveaxis(np.array(costs), 1, 0)[..., None]
     speculates = any(regime.strategy.speculates for regime in regimes)
     if speculates and acceptance is not None and acceptance.varies_by == "position":
-        return list(_replayed(requests, ids, rows, acceptance))
+        return _replayed(requests, ids, regimes, fixed_s, slopes_s, acceptance)
     prompts = requests.prompts[ids].astype(np.float64)
     lengths = requests.lengths[ids].astype(np.float64) - TOLERANCE_TOKENS
 
@@ -304,39 +300,39 @@ def _decoding_s(
     longest = float(lengths.max())
     falls = by_request and acceptance is not None and acceptance.at_context(0.0) is not acceptance
     begins = np.arange(0.0, longest, _STRETCH_TOKENS) if falls else [0.0]
-    least = [np.zeros(len(ids)) for _ in rows]
+    least_s = np.zeros((len(costs), len(ids)))
     for begin in begins:
-        gains = [most(regime, float(begin)) for regime in regimes]
+        gains = np.array([np.broadcast_to(most(regime, float(begin)), len(ids)) for regime in regimes])
         end = np.minimum(lengths, begin + _STRETCH_TOKENS) if falls else lengths
         width = np.maximum(end - begin, 0.0)
-        for row, seconds in zip(rows, least, strict=True):
-            ends = []
-            for x in (begin, begin + width):
-                each = zip(gains, row, strict=True)
-                per_token = [(fix + slope * (prompts + x)) / gain - slope / 2 for gain, (_, fix, slope) in each]
-                ends.append(np.min(per_token, axis=0))
-            seconds += width * (ends[0] + ends[1]) / 2
+        ends = [(fixed_s + slopes_s * (prompts + x)) / gains - slopes_s / 2 for x in (begin, begin + width)]
+        least_s += width * (ends[0].min(axis=1) + ends[1].min(axis=1)) / 2
     # Short responses behind short prompts may seem to take less than nothing.
-    return list(np.maximum(least, 0.0))
+    return np.maximum(least_s, 0.0)
 
 
-def _replayed(requests: Requests, ids: Ints, rows: Sequence[Iterations], acceptance: Acceptance) -> Floats:
-    """Shortest path from position 0 to the end, for all rows and responses at once, from the last position back."""
+def _replayed(
+    requests: Requests,
+    ids: Ints,
+    regimes: Sequence[Regime],
+    fixed_s: Floats,
+    slopes_s: Floats,
+    acceptance: Acceptance,
+) -> Floats:
+    """Shortest path from position 0 to the end, for all costs and responses at once, from the last position back."""
     order = np.argsort(-requests.lengths[ids], kind="stable")
     longest_first = ids[order]
     lengths, prompts = requests.lengths[longest_first], requests.prompts[longest_first]
     ends = np.cumsum(lengths)
-    strategies = [regime.strategy for regime, _, _ in rows[0]]
-    names = sorted({s.drafter for s in strategies if s.speculates})
+    names = sorted({r.strategy.drafter for r in regimes if r.strategy.speculates})
     keys, tokens = requests.keys, requests.response_tokens
     positions = [[acceptance.positions(name, keys[i], tokens[i]) for i in longest_first] for name in names]
     accepted = np.array([np.concatenate(each) for each in positions])
-    drafter = [names.index(s.drafter) if s.speculates else 0 for s in strategies]
-    most = np.array([[regime.most] for regime, _, _ in rows[0]])
-    fixed_s, slopes_s = (np.array([[[costs[at]] for costs in row] for row in rows]) for at in (1, 2))
+    drafter = [names.index(r.strategy.drafter) if r.strategy.speculates else 0 for r in regimes]
+    most = np.array([[r.most] for r in regimes])
     window = 2 + int(most.max())
     # best[row, j, r % window]: least seconds for the last r tokens of response j; the last column is the end itself.
-    best = np.zeros((len(rows), len(order), window + 1))
+    best = np.zeros((len(fixed_s), len(order), window + 1))
     active_until = np.searchsorted(-lengths, -np.arange(1, int(lengths[0]) + 1), side="right")
     for tokens_left, active in enumerate(active_until, start=1):
         kept = np.minimum(accepted[:, ends[:active] - tokens_left][drafter], most)
@@ -345,7 +341,7 @@ def _replayed(requests: Requests, ids: Ints, rows: Sequence[Iterations], accepta
         context = prompts[:active] + lengths[:active] - tokens_left
         seconds = fixed_s + best[:, np.arange(active), column] + slopes_s * context
         best[:, :active, tokens_left % window] = seconds.min(axis=1)
-    result = np.empty((len(rows), len(ids)))
+    result = np.empty(best.shape[:2])
     result[:, order] = best[:, np.arange(len(order)), lengths % window]
     return result
 
@@ -354,7 +350,7 @@ def shared_bound_s(requests: Requests, shapes: Sequence[Floors]) -> float:
     """Seconds that no schedule of these requests undercuts, where all gain alike, on GPUs that may run any shape."""
     ids = np.flatnonzero(requests.lengths > 0)
     shapes = [floors.holding(requests) for floors in shapes]
-    if not len(ids) or min(floors.fixed_s.min() for floors in shapes) <= 0.0:
+    if min(floors.fixed_s.min() for floors in shapes) <= 0.0:
         return 0.0  # An iteration without a fixed cost has no rate: only the other bounds hold.
     rate, gpus = envelope(*np.concatenate([floors.envelope() for floors in shapes], axis=1))
     gain = max(floors.options[0].max() for floors in shapes)

@@ -382,11 +382,10 @@ class Scenario(SimulationConfig):
     def _largest_queue(self) -> int:
         return max((len(queue) for queues in self.queues for queue in queues), default=1)
 
-    def bound_of(self, policy: Policy, own: Acceptance | None = None, *, moves: bool = True) -> Floats | None:
-        """The clairvoyant bound of each RL step to which a policy's regret is, see `bounding`; worked out once.
+    def bounds_of(self, policy: Policy, own: Acceptance | None = None) -> Floats | None:
+        """The clairvoyant bounds of each RL step to which a policy's regret is, see `bounding`; worked out once.
 
-        Without `moves` it is that of responses which stay on their workers. None under a budget, which drafts less than
-        its strategy for some.
+        Two rows, see `bounds_s`. None under a budget, which drafts less than its strategy for some.
         """
         if budgets_of(policy, 1):
             return None
@@ -395,7 +394,7 @@ class Scenario(SimulationConfig):
         if key not in self._known_bounds:
             # The scenario keeps the model alive whose id is used.
             self._known_bounds[key] = scenario, scenario.bounds_s(strategies, scenario.registry_of({"": policy}))
-        return self._known_bounds[key][1][0 if moves else 1]
+        return self._known_bounds[key][1]
 
     @cached_property
     def _known_bounds(self) -> dict[Any, tuple[Scenario, Floats]]:
@@ -448,6 +447,8 @@ class Scenario(SimulationConfig):
         alike = not any(s.speculates for s in strategies) or (model is not None and model.varies_by == "nothing")
         bounds_s = np.zeros((2, len(self.steps)))
         for at, step in enumerate(self.steps):
+            if not step.lengths.any():
+                continue
             bound_s = lower_bound_s(step, floors, model, self.seed)
             if alike:
                 bound_s = max(bound_s, shared_bound_s(step, floors))

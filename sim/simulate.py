@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class SimResult:
     """A simulation's result. `summary` and `trace` are made when they are first read, from the logs in `rollouts`.
 
-    `wall_s` is the time the simulation took; `bounds_s` computes the clairvoyant bound of each RL step, with
-    `moves=False` that of responses which stay on their workers.
+    `wall_s` is the time the simulation took; `bounds_s` computes the clairvoyant bound of each RL step,
+    and in a second row that of responses which stay on their workers.
     """
 
     rollouts: tuple[SimulatedRollout, ...]
@@ -44,7 +44,7 @@ class SimResult:
     policy: str
     scenario: Scenario
     wall_s: float
-    bounds_s: Callable[..., Floats | None]
+    bounds_s: Callable[[], Floats | None]
     record_iterations: bool
 
     @property
@@ -69,7 +69,7 @@ class SimResult:
                 "rl_step": [step.rl_step for step in self.scenario.steps],
                 "policy": self.policy,
                 "makespan_s": [rollout.makespan_s for rollout in self.rollouts],
-                "lower_bound_s": [None] * len(self.rollouts) if bounds_s is None else bounds_s,
+                "lower_bound_s": [None] * len(self.rollouts) if bounds_s is None else bounds_s[0],
             }
         )
 
@@ -96,13 +96,12 @@ class SimResult:
         `evidence` is that of `Scenario.evidence`, and `makespan_interval_s` is the 90 % range of the makespan from
         cost-model error, at the given lengths and acceptance.
         """
-        found = self.totals
+        bounds_s, found = self.bounds_s(), self.totals
         strategies = dict.fromkeys(strategy for each in found for strategy in each.strategies)
         speculates = any(strategy.speculates for strategy in strategies)
         outside = self.outside_calibration
         evidence = self.scenario.evidence(strategies, outside or ())
-        bounds_s = self.bounds_s(), self.bounds_s(moves=False)
-        bound_s, fixed_s = (None if each is None else float(np.mean(each)) for each in bounds_s)
+        bound_s, fixed_s = (None, None) if bounds_s is None else bounds_s.mean(axis=1).tolist()
         return metrics.summary(self._measured, workers=self.scenario.workers) | {
             "mean_accept_length": self.mean_accept_length,
             "outside_calibration": outside,
@@ -356,6 +355,6 @@ def simulated(
         policy=name,
         scenario=scenario,
         wall_s=wall_s,
-        bounds_s=partial(scenario.bound_of, chosen),
+        bounds_s=lambda: scenario.bounds_of(chosen),
         record_iterations=record_iterations,
     )

@@ -111,7 +111,7 @@ def _row(cell: Cell, steps: pd.DataFrame, base: pd.DataFrame | None, nominal: Sc
     seed, bound = nominal.seed, cell.system
     column = _columns(steps)
     per_s = _per_second(column)
-    bounds_s = {f"{of}regret": cell.bounds_s(nominal, moves=not of) for of in ("", "fixed_")}
+    bounds_s = cell.bounds_s(nominal)
     tokens = column["tokens"] + column["wasted_tokens"]
     drafts = column["drafts"].sum()
     row: dict[str, Any] = {kind: cell.name}
@@ -128,8 +128,8 @@ def _row(cell: Cell, steps: pd.DataFrame, base: pd.DataFrame | None, nominal: Sc
         "off_policy_share": _share(column["old_tokens"], column["tokens"]),
         "wasted_share": _share(column["wasted_tokens"], tokens),
     }
-    for name, each_s in bounds_s.items():
-        row[name] = None if each_s is None else _share(column["makespan_s"], each_s, less=1.0)
+    for at, name in enumerate(("regret", "fixed_regret")):
+        row[name] = None if bounds_s is None else _share(column["makespan_s"], bounds_s[at], less=1.0)
     row["mean_accept_length"] = math.fsum(column["kept_tokens"]) / drafts if drafts else None
     if np.isfinite(column["step_s"]).all():
         row["step_s"] = float(np.mean(column["step_s"]))

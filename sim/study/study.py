@@ -107,11 +107,11 @@ class Cell:
         changes = {} if self.system is None else {n: getattr(self.system.system, n) for n in ("fused", "streamed")}
         return result, run_steps(result, self.stages, topology=topology, num_updates=self.num_updates, **changes)
 
-    def bounds_s(self, nominal: Scenario, *, moves: bool = True) -> Floats | None:
-        """Return `Scenario.bound_of` a nominal scenario; None for a system that rolls out other work."""
+    def bounds_s(self, nominal: Scenario) -> Floats | None:
+        """Return `Scenario.bounds_of` a nominal scenario; None for a system that rolls out other work."""
         if self.system is not None and not self.system.system.same_work:
             return None
-        return nominal.bound_of(self.policy, self.scenario.acceptance, moves=moves)
+        return nominal.bounds_of(self.policy, self.scenario.acceptance)
 
     def makespans(self) -> list[Row]:
         """Return rows with the makespan alone; the macro-steps of a rollout are not kept."""

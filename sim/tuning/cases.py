@@ -214,10 +214,10 @@ class TuningCases:
         return {name: mean_s(mean(name, n)) / mean_s(mean(leader, n)) for name in policies for n in [len(runs[name])]}
 
     def bounds_s(self, policy: Policy) -> Floats | None:
-        """Return `Scenario.bound_of` each RL step; None under a per-request budget."""
-        bounds = [scenario.bound_of(policy) for scenario in self.scenarios]
+        """Return `Scenario.bounds_of` each RL step; None under a per-request budget."""
+        bounds = [scenario.bounds_of(policy) for scenario in self.scenarios]
         known = [bound for bound in bounds if bound is not None]
-        return np.concatenate(known) if len(known) == len(bounds) else None
+        return np.concatenate(known, axis=1) if len(known) == len(bounds) else None
 
 
 def mean_s(seconds: Sequence[Floats]) -> float:

@@ -93,8 +93,9 @@ class Judged:
 
     The `champion` is the best of what is tuned, by its score on the tuning steps. `bands` are the 90 % ranges of its
     speed-up over the `best_fixed` strategy and over plain decoding, "none"; {} of one RL step, or without a champion.
-    `bound_s` is the least of the clairvoyant bounds to which the candidates' regrets are. `is_clear` if the champion's
-    interval lies on one side of 1, or is small compared with the error of the costs.
+    `bound_s` is the least of the clairvoyant bounds to which the candidates' regrets are, `fixed_bound_s` that of
+    responses which stay on their workers. `is_clear` if the champion's interval lies on one side of 1, or is small
+    compared with the error of the costs.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Judged:
     candidates: tuple[JudgedPolicy, ...]
     oracle_s: float
     bound_s: float
+    fixed_bound_s: float
     is_clear: bool
 
 
@@ -128,14 +130,14 @@ def judge(
     """
     makespans = cases.makespans(finalists.policies, mode="sampled", seeds=seeds, oracle=strategies)
     oracle_s = mean_s(makespans.pop(ORACLE))
-    bound_s = math.inf
+    least_s = np.full(2, math.inf)
     fixed = finalists.best_fixed
     rows, ratios = [], {}
     for name, seconds in makespans.items():
         interval = ratios[name] = ratio(seconds, makespans[fixed], seed=seed)
         makespan_s, bounds_s = mean_s(seconds), cases.bounds_s(finalists.policies[name])
         if bounds_s is not None:
-            bound_s = min(bound_s, float(bounds_s.mean()))
+            least_s = np.minimum(least_s, bounds_s.mean(axis=1))
         rows.append(
             JudgedPolicy(
                 name=name,
@@ -145,7 +147,7 @@ def judge(
                 ratio=interval.estimate,
                 ratio_low=finite(interval.low),
                 ratio_high=finite(interval.high),
-                regret=None if bounds_s is None or not bounds_s.any() else makespan_s / float(bounds_s.mean()) - 1.0,
+                regret=None if bounds_s is None or not bounds_s.any() else makespan_s / float(bounds_s[0].mean()) - 1.0,
             )
         )
     by_name = {row.name: row for row in rows}
@@ -176,7 +178,8 @@ def judge(
         bands=bands,
         candidates=tuple(sorted(rows, key=lambda row: row.makespan_s)),
         oracle_s=oracle_s,
-        bound_s=bound_s,
+        bound_s=float(least_s[0]),
+        fixed_bound_s=float(least_s[1]),
         is_clear=is_clear,
     )
 
@@ -404,8 +407,8 @@ class TuneResult(Judged):
 
     def json(self, path: str | None = None) -> dict[str, Any]:
         """The keys of `tltlab tune --json`."""
-        names = ("name", "worth_it", "verdict", "oracle_s", "bound_s", "buckets", "tuned_on", "judged_on",
-                 "placement_gain", "planner", "planner_gain", "notes", "wall_s")  # fmt: skip
+        names = ("name", "worth_it", "verdict", "oracle_s", "bound_s", "fixed_bound_s", "buckets", "tuned_on",
+                 "judged_on", "placement_gain", "planner", "planner_gain", "notes", "wall_s")  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "policy": path,
             "band": {name: band.ends_json() | band.json() for name, band in self.bands.items()},

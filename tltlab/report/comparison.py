@@ -74,7 +74,7 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     columns |= {name: form for name, form in _COLUMNS.items() if name not in ("system", "policy", "name", *axes)}
     caption = (
         f"Speed-ups over {baseline} on the same responses with common random numbers. {DRAWS_ONLY} Regret: time above "
-        "the clairvoyant bound; staying: above that of responses which stay on their workers."
+        "the clairvoyant bound; staying: above the bound where all stay on their workers."
     )
     blocks.append(records(shown, columns, caption=caption, text=("drafters", "acceptance")))
     parts: list[Part] = [Section(title="Result", blocks=tuple(blocks)), *_about_systems(rows)]

@@ -180,7 +180,7 @@ def test_whatever_a_planner_does_every_response_gets_its_tokens_once(seed, polic
     assert (rollout.first_token_s <= rollout.finish_s).all()
     assert rollout.makespan_s == pytest.approx(rollout.finish_s.max())
     if mode == "fluid":
-        assert rollout.makespan_s >= result.bounds_s()[0] * (1 - 1e-9)
+        assert rollout.makespan_s >= result.bounds_s()[0, 0] * (1 - 1e-9)
     generated = trace.iterations["num_generated"].sum()
     assert generated >= sum(lengths) - (mode == "fluid") * len(lengths)
     if policy == "none":
