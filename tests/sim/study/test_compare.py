@@ -83,6 +83,7 @@ def test_a_comparison_is_its_simulations_in_pairs():
         row = found.loc[name]
         assert row["makespan_s"] == pytest.approx(result.makespan_s, rel=1e-12)
         assert row["regret"] == pytest.approx(result.summary["regret"], rel=1e-12)
+        assert row["fixed_regret"] == pytest.approx(result.makespan_s / result.summary["fixed_bound_s"] - 1, rel=1e-12)
         assert row["ratio"] == pytest.approx(result.makespan_s / alone["plain"].makespan_s, rel=1e-12)
         assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
         assert row["speed_up_high"] == pytest.approx(1 / row["ratio_low"])
