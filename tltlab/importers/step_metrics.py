@@ -19,6 +19,7 @@ from tltlab.arrays import Floats, Ints
 from tltlab.config import FrozenModel, entries
 from tltlab.errors import TraceError
 from tltlab.records import frozen
+from tltlab.traces.trace import few
 
 from .responses import tables_of_lengths
 from .rows import Reading
@@ -288,16 +289,6 @@ def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
             f"({few(sorted(repeats))})"
         )
     return [steps[rl_step] for rl_step in sorted(steps)], notes
-
-
-def few(numbers: Iterable[Any]) -> str:
-    """The first five of some numbers.
-
-    >>> few(range(7))
-    '0, 1, 2, 3, 4, ...'
-    """
-    values = list(numbers)
-    return ", ".join(map(str, values[:5])) + (", ..." if len(values) > 5 else "")
 
 
 SEVERAL_TURNS = "several turns: "
