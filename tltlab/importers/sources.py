@@ -185,7 +185,7 @@ def _records(source: Path | pd.DataFrame, form: Format, reader: Reader) -> Itera
         yield from _of_frame(source, "lengths", reader)
         return
     files: Sequence[tuple[Path, int | None]] = [(source, step_of(source, form in ("verl", "trl")))]
-    if source.is_dir() and not (files := dump_files(source, is_trl=form == "trl")):
+    if source.is_dir() and not (files := dump_files(source)):
         wanted = "completions_<step>.parquet" if form == "trl" else "<step>.jsonl"
         raise TraceError(f"{source}: no {wanted} in it, nor other files whose names end in the number of an RL step")
     for file, step in files:
@@ -295,8 +295,8 @@ def guess(path: Path, reading: Reading | None = None) -> Format:
     if ending(path) in _BINARY:
         raise TraceError(f"{path}: {ending(path)} is not read: write its records as JSON Lines, CSV or Parquet")
     if ending(path) in TABLES:
-        frame = table_of(path, most_bytes=1 << 18)
-        fields = [dict(zip(frame.columns, cells, strict=True)) for _, *cells in frame.head(_SNIFFED).itertuples()]
+        frame = table_of(path, _SNIFFED)
+        fields = [dict(zip(frame.columns, cells, strict=True)) for _, *cells in frame.itertuples()]
         return "metrics" if fields and _has_means(path, fields, reading) else "csv"
     rows: list[Row] = []
     try:

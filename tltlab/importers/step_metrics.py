@@ -96,13 +96,7 @@ HINTS = tuple(_TABLE["any"]["hints"])
 KNOWN = ", ".join(dict.fromkeys(framework.name.split(",")[0] for framework in FRAMEWORKS))
 """The frameworks' names, as messages list them."""
 
-FIRST_OF: dict[str, tuple[str, ...]] = {}
-"""Field: its keys, in all frameworks."""
-for _framework in FRAMEWORKS:
-    for _name, _keys in _framework.fields.items():
-        FIRST_OF[_name] = tuple(dict.fromkeys((*FIRST_OF.get(_name, ()), *_keys)))
-
-_MEANS = (*FIRST_OF["mean"], *FIRST_OF["sequence"])
+_MEANS = {key for framework in FRAMEWORKS for name in ("mean", "sequence") for key in framework.fields.get(name, ())}
 MEAN = "response_length/mean"
 """Key of a mean length whose column a user names."""
 
