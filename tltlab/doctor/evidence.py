@@ -208,7 +208,7 @@ def accepted_pairs(table: pd.DataFrame) -> pd.Series:
 def _log_of(run: Path) -> list[StepMetrics]:
     """Return the metrics of RL steps in a training log; empty if `run` is no log."""
     try:
-        is_log = guess(run) == "metrics" if run.is_file() else run.is_dir() and is_log_folder(run)
+        is_log = guess(run) == "metrics" if run.is_file() else is_log_folder(run)
         return steps_of(records_of(run))[0] if is_log else []
     except TraceError:
         return []

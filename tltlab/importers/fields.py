@@ -100,7 +100,7 @@ def is_missing(cell: Any) -> bool:
 def missing_in(cells: pd.Series[Any]) -> NDArray[np.bool_]:
     """Return whether each cell `is_missing`."""
     if cells.dtype == "str":
-        return (cells.isna() | cells.isin({"", *_NULLS, *map(str.upper, _NULLS), "NaN", "None", "Null"})).to_numpy(bool)
+        return (cells.isna() | cells.str.strip().str.lower().isin(_NULLS)).to_numpy(bool)
     return cells.isna().to_numpy() if cells.dtype != object else np.array([is_missing(cell) for cell in cells], bool)
 
 

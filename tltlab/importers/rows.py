@@ -116,20 +116,15 @@ def _lines(file: TextIO, path: Path) -> Iterator[tuple[int, str]]:
         yield at, line
 
 
-def table_of(path: Path, most_bytes: int | None = None) -> pd.DataFrame:
+def table_of(path: Path, most_rows: int | None = None) -> pd.DataFrame:
     """Return a CSV's cells as text, indexed by line; c0, c1, ... are columns without a header. Raises TraceError.
 
-    With `most_bytes` only lines in so many bytes at its start are read, where these can be understood without the rest.
-
-    Between cells is a comma, or a semicolon, tab or bar where the first line has as many of these.
+    With `most_rows` only so many of its first rows are read. Between cells is a comma, or a semicolon, tab or bar where
+    the first line has as many of these.
     """
     try:
         with open_unpacked(path) as file:
-            data = file.read(most_bytes or MOST_JSON_BYTES + 1)
-        if most_bytes is not None and len(data) == most_bytes:
-            data = data[: data.rfind(b"\n") + 1]
-            if not data or data.count(b'"') % 2:
-                return table_of(path)
+            data = file.read(MOST_JSON_BYTES + 1)
         if len(data) > MOST_JSON_BYTES:
             raise OSError(f"it has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
         if (lines := data.count(b"\n")) > MOST_ROWS:
@@ -139,7 +134,7 @@ def table_of(path: Path, most_bytes: int | None = None) -> pd.DataFrame:
         separator = max(";\t|,", key=lambda mark: first.count(mark.encode()))
         frame = pd.read_csv(
             io.BytesIO(data), header=None, dtype=str, keep_default_na=False, skip_blank_lines=False,
-            encoding="utf-8-sig", sep=separator,
+            encoding="utf-8-sig", sep=separator, nrows=most_rows,
         )  # fmt: skip
     except pd.errors.EmptyDataError as error:
         raise TraceError(f"{path}: empty; wanted one response length per line") from error
@@ -195,13 +190,12 @@ def unwrapped(rows: Iterator[Row]) -> Iterator[Row]:
             yield place, fields
 
 
-def dump_files(folder: Path, *, is_trl: bool = True) -> list[tuple[Path, int]]:
+def dump_files(folder: Path) -> list[tuple[Path, int]]:
     """Files of records whose names end in a number, in its order, and the number; TRL's may be in `completions`.
 
     Raises TraceError for two with the same number.
     """
-    patterns = ("completions_*", "completions/completions_*", "*")
-    for pattern in patterns if is_trl else patterns[2:]:
+    for pattern in ("completions_*", "completions/completions_*", "*"):
         files = [path for path in folder.glob(pattern) if path.is_file() and ending(path) in RECORDS]
         numbered = [(path, int(match[1])) for path in files if (match := _STEP_OF_NAME.fullmatch(stem(path)))]
         numbered.sort(key=lambda item: (item[1], item[0].name))

@@ -138,7 +138,7 @@ def imported(
 
 def _check(reading: Reading, form: Format, workers: int | None) -> None:
     options = {
-        "a token counter": not isinstance(reading.tokens, NoTokenCounter), "a column of RL steps": reading.step_column,
+        "a token counter": reading.tokenizer or reading.chars_per_token, "a column of RL steps": reading.step_column,
         "a column of groups": reading.group_column, "what lists are": reading.lists,
     }  # fmt: skip
     for name, value in options.items():
@@ -185,7 +185,7 @@ def _records(source: Path | pd.DataFrame, form: Format, reader: Reader) -> Itera
         yield from _of_frame(source, "lengths", reader)
         return
     files: Sequence[tuple[Path, int | None]] = [(source, step_of(source, form in ("verl", "trl")))]
-    if source.is_dir() and not (files := dump_files(source, is_trl=form == "trl")):
+    if source.is_dir() and not (files := dump_files(source)):
         wanted = "completions_<step>.parquet" if form == "trl" else "<step>.jsonl"
         raise TraceError(f"{source}: no {wanted} in it, nor other files whose names end in the number of an RL step")
     for file, step in files:
@@ -295,8 +295,8 @@ def guess(path: Path, reading: Reading | None = None) -> Format:
     if ending(path) in _BINARY:
         raise TraceError(f"{path}: {ending(path)} is not read: write its records as JSON Lines, CSV or Parquet")
     if ending(path) in TABLES:
-        frame = table_of(path, most_bytes=1 << 18)
-        fields = [dict(zip(frame.columns, cells, strict=True)) for _, *cells in frame.head(_SNIFFED).itertuples()]
+        frame = table_of(path, _SNIFFED)
+        fields = [dict(zip(frame.columns, cells, strict=True)) for _, *cells in frame.itertuples()]
         return "metrics" if fields and _has_means(path, fields, reading) else "csv"
     rows: list[Row] = []
     try:
@@ -433,16 +433,26 @@ def read(source: TraceSource) -> Trace:
     DataFrame is read as a CSV is; an array or list holds lengths, of one RL step or as (RL steps, responses). Raises
     TraceError.
     """
+    found = _found(source, _AS_IT_IS)
+    if isinstance(source, str | Path) and found.trace.path is None:
+        report(locate(source), found.trace.manifest.notes)
+    return found.trace
+
+
+def _found(source: TraceSource, reading: Reading, form: Format | None = None) -> Imported:
+    """A trace, read from its folder or made of a file, a folder of files, or values."""
+    if isinstance(source, str | Path):
+        check_source(path := locate(source))
+        if path.is_file() or (not _holds_a_trace(path) and (metrics_files(path) or dump_files(path))):
+            return imported(path, reading, form=form)
+        source = read_folder(source)
     if isinstance(source, Trace):
-        return source
-    if not isinstance(source, str | Path):
-        return _of_values(source, _AS_IT_IS).trace
-    path = locate(source)
-    if path.is_dir() and not is_log_folder(path):
-        return read_folder(source)
-    trace = imported(path, _AS_IT_IS).trace
-    report(path, trace.manifest.notes)
-    return trace
+        return Imported.whole(_with_drafting(source, reading))
+    if isinstance(source, pd.DataFrame | pd.Series | np.ndarray | list | tuple) and len(source):
+        return imported(source if isinstance(source, pd.DataFrame) else frame_of_numbers("lengths", source), reading)
+    raise TraceError(
+        f"got {shown(source)} for a trace; it is a Trace, the path of a trace, a RUN or a CSV, or response lengths"
+    )
 
 
 def is_log_folder(path: Path) -> bool:
@@ -460,23 +470,6 @@ def read_lengths(source: TraceSource, reading: Reading = _AS_IT_IS, form: Format
     `reading` adds what the file does not have. Raises TraceError for what cannot be read, ConfigError.
     """
     # Exact counts need a tokenizer; for what depends on their shape an approximation will do.
-    counts = isinstance(reading.tokens, NoTokenCounter)
-    counted = replace(reading, tokens=CharsPerToken(CHARS_PER_TOKEN)) if counts else reading
-    if isinstance(source, Trace):
-        return Imported.whole(_with_drafting(source, reading))
-    if not isinstance(source, str | Path):
-        return _of_values(source, counted)
-    check_source(path := locate(source))
-    if path.is_file() or (not _holds_a_trace(path) and dump_files(path)):
-        form = form or guess(path, reading)
-        return imported(path, reading if form == "metrics" else counted, form=form)
-    return Imported.whole(_with_drafting(read(source), reading))
-
-
-def _of_values(source: Any, reading: Reading) -> Imported:
-    """Lengths in a DataFrame, or alone in an array, list or Series."""
-    if isinstance(source, pd.DataFrame | pd.Series | np.ndarray | list | tuple) and len(source):
-        return imported(source if isinstance(source, pd.DataFrame) else frame_of_numbers("lengths", source), reading)
-    raise TraceError(
-        f"got {shown(source)} for a trace; it is a Trace, the path of a trace, a RUN or a CSV, or response lengths"
-    )
+    if isinstance(reading.tokens, NoTokenCounter):
+        reading = replace(reading, tokens=CharsPerToken(CHARS_PER_TOKEN))
+    return _found(source, reading, form)

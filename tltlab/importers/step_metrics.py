@@ -19,6 +19,7 @@ from tltlab.arrays import Floats, Ints
 from tltlab.config import FrozenModel, entries
 from tltlab.errors import TraceError
 from tltlab.records import frozen
+from tltlab.traces.trace import few
 
 from .responses import tables_of_lengths
 from .rows import Reading
@@ -95,13 +96,7 @@ HINTS = tuple(_TABLE["any"]["hints"])
 KNOWN = ", ".join(dict.fromkeys(framework.name.split(",")[0] for framework in FRAMEWORKS))
 """The frameworks' names, as messages list them."""
 
-FIRST_OF: dict[str, tuple[str, ...]] = {}
-"""Field: its keys, in all frameworks."""
-for _framework in FRAMEWORKS:
-    for _name, _keys in _framework.fields.items():
-        FIRST_OF[_name] = tuple(dict.fromkeys((*FIRST_OF.get(_name, ()), *_keys)))
-
-_MEANS = (*FIRST_OF["mean"], *FIRST_OF["sequence"])
+_MEANS = {key for framework in FRAMEWORKS for name in ("mean", "sequence") for key in framework.fields.get(name, ())}
 MEAN = "response_length/mean"
 """Key of a mean length whose column a user names."""
 
@@ -288,16 +283,6 @@ def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
             f"({few(sorted(repeats))})"
         )
     return [steps[rl_step] for rl_step in sorted(steps)], notes
-
-
-def few(numbers: Iterable[Any]) -> str:
-    """The first five of some numbers.
-
-    >>> few(range(7))
-    '0, 1, 2, 3, 4, ...'
-    """
-    values = list(numbers)
-    return ", ".join(map(str, values[:5])) + (", ..." if len(values) > 5 else "")
 
 
 SEVERAL_TURNS = "several turns: "

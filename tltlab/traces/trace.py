@@ -136,7 +136,7 @@ class Trace:
         """The trace of some of its RL steps. Raises TraceError for one it has not."""
         selected = sorted(set(rl_steps))
         if missing := set(selected) - set(self.rl_steps):
-            raise TraceError(f"{self.path or 'trace'}: no rl_step {min(missing)}; there are: {_few(self.rl_steps)}")
+            raise TraceError(f"{self.path or 'trace'}: no rl_step {min(missing)}; there are: {few(self.rl_steps)}")
         return self._of_steps(selected, selected, self.tables)
 
     def iter_rl_steps(self) -> Iterator[Trace]:
@@ -336,7 +336,7 @@ def as_far_as_recorded(trace: Trace, notes: list[str]) -> Trace:
         there = {*tables["iterations"].rl_steps.tolist()} if "iterations" in tables else set()
         lost = sorted({*tables["outcomes"].rl_steps.tolist()} - there - {*manifest.without_iterations})
         if lost:
-            notes.append(f"no iterations of rl_step {_few(lost)} are durable")
+            notes.append(f"no iterations of rl_step {few(lost)} are durable")
             manifest = manifest.model_copy(update={"without_iterations": (*manifest.without_iterations, *lost)})
     return _counted(manifest, tables, trace.path)
 
@@ -461,5 +461,10 @@ def _steps_of(tables: Mapping[str, TraceTable]) -> list[int]:
     return list(tables["workload"].rl_steps.tolist())
 
 
-def _few(values: list[Any]) -> str:
-    return ", ".join([*map(str, values[:8]), *([f"... {values[-1]}"] if len(values) > 8 else [])])
+def few(values: Sequence[Any]) -> str:
+    """The first five of some values, and the last.
+
+    >>> few(range(7))
+    '0, 1, 2, 3, 4, ... 6'
+    """
+    return ", ".join([*map(str, values[:5]), *([f"... {values[-1]}"] if len(values) > 5 else [])])

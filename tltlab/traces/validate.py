@@ -141,11 +141,10 @@ def check(parts: Mapping[str, TablePart], without_iterations: Collection[int] | 
     """
     for part in parts.values():
         check_values(part)
-    codes = key_codes([part for part in parts.values() if "prompt_id" in part.table.column_names])
     for part in parts.values():
-        _check_unique(part, codes.get(part.name))
+        _check_unique(part)
     workload, outcomes = parts["workload"], parts["outcomes"]
-    at = find(codes["outcomes"], codes["workload"])
+    at = _find(outcomes, workload)
     outcomes.require(at >= 0, "prompt_id", "got {}: this outcome has no row in workload.parquet")
     tokens = outcomes.numpy("response_tokens")
     caps = workload.numpy("max_response_tokens")[at]
@@ -162,7 +161,7 @@ def check(parts: Mapping[str, TablePart], without_iterations: Collection[int] | 
         )
     for name in ("tokens", "acceptance"):
         if name in parts:
-            at = find(codes[name], codes["outcomes"])
+            at = _find(parts[name], outcomes)
             parts[name].require(at >= 0, "prompt_id", "got {}: this row has no row in outcomes.parquet")
             _check_list_lengths(parts[name], tokens[at])
 
@@ -269,12 +268,10 @@ def _row_of(wrong: Flags, lengths: Ints) -> int:
     return int(np.searchsorted(np.cumsum(lengths), np.argmax(wrong), side="right"))
 
 
-def _check_unique(part: TablePart, codes: Ints | None) -> None:
+def _check_unique(part: TablePart) -> None:
     if (columns := UNIQUE.get(part.name)) is None:
         return
-    uncoded = [c for c in columns if codes is None or c not in KEY]
-    codes = _combine([codes] if codes is not None else [], [part.table[c].to_pandas() for c in uncoded])
-    if (twice := pd.Series(codes).duplicated().to_numpy()).any():
+    if (twice := part.table.select(columns).to_pandas().duplicated().to_numpy()).any():
         part.fault(columns[-1], int(np.argmax(twice)), f"this row is there twice: {', '.join(columns)} must be unique")
 
 
@@ -289,25 +286,7 @@ def _check_list_lengths(part: TablePart, response_tokens: Ints) -> None:
                 part.fault(field.name, row, f"the list has {lengths[row]} entries, response_tokens is {want}")
 
 
-def key_codes(parts: list[TablePart]) -> dict[str, Ints]:
-    """One number per row of each part, equal for equal keys across all parts."""
-    keys = pa.concat_tables([part.table.select(KEY) for part in parts])
-    codes = _combine([], [keys[column].to_pandas() for column in KEY])
-    ends = np.cumsum([len(part.table) for part in parts])[:-1]
-    return {part.name: piece for part, piece in zip(parts, np.split(codes, ends), strict=True)}
-
-
-def _combine(codes: list[Ints], columns: list[Any]) -> Ints:
-    """Dense codes 0..n-1 of the rows' value combinations."""
-    factors: list[Ints] = [*codes, *(pd.factorize(column)[0].astype(np.int64) for column in columns)]
-    combined = factors[0]
-    for code in factors[1:]:
-        combined = pd.factorize(combined * (int(code.max(initial=0)) + 1) + code)[0].astype(np.int64)
-    return combined
-
-
-def find(codes: Ints, among: Ints) -> Ints:
-    """Position of each code in `among`, -1 where it is not there."""
-    place = np.full(max(int(codes.max(initial=-1)), int(among.max(initial=-1))) + 1, -1, np.int64)
-    place[among[::-1]] = np.arange(len(among))[::-1]
-    return place[codes]
+def _find(part: TablePart, among: TablePart) -> Ints:
+    """Position of each row's key in another part, -1 where it is not there."""
+    keys, others = (pd.MultiIndex.from_frame(each.table.select(KEY).to_pandas()) for each in (part, among))
+    return np.asarray(others.get_indexer(keys), np.int64)
