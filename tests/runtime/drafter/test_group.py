@@ -98,18 +98,6 @@ def test_two_members_end_where_one_does(point, tmp_path, kind):
         assert torch.allclose(left[name], value, rtol=0, atol=1e-6 if name.startswith("exp_avg.") else 1e-5), name
 
 
-def test_members_that_train_differently_share_nothing(point, tmp_path):
-    def shares_another_drafter(rank):
-        training = made(tmp_path / str(rank), kind=["eagle", "hass"][rank])
-        before = training.state_dict()
-        refusal = refused(RunError)
-        with joined(point.address, "term-1", rank, 2) as group, refusal:
-            training.share(group)
-        assert same(training.state_dict(), before)
-
-    all_of(2, shares_another_drafter)
-
-
 @pytest.mark.parametrize("hangs", [False, True], ids=["leaves", "hangs"])
 def test_a_lost_member_costs_the_others_one_update(point, tmp_path, hangs):
     """The others continue, first alone and then in a new group."""
