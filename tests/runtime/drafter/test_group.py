@@ -10,7 +10,7 @@ import torch
 import torch.distributed
 
 from tests.refused import refused
-from tltlab.errors import ConfigError, RunError
+from tltlab.errors import RunError
 from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, RendezvousServer, rendezvous_store
 from tltlab.runtime.drafter.training import HeadTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
@@ -155,9 +155,3 @@ def test_a_meeting_point_listens_at_one_address(point):
         socket.create_connection(("127.0.0.9", int(port)))
     with refused(RunError, naming=("192.0.2.1",)):
         RendezvousServer("192.0.2.1")
-
-
-def test_what_cannot_be_is_the_callers_mistake(point):
-    store = rendezvous_store(point.address, "term-1", 1.0)
-    with refused(ConfigError, naming=("CUDA",)):
-        DrafterGroup.join(store, 0, 2, 1.0, backend="nccl")
