@@ -312,7 +312,8 @@ class Trainer:
 
     def frozen(self) -> FrozenTarget | None:
         """Return host copies of weights that a drafter shares (`FrozenTarget`), None on other ranks."""
-        device = torch.device("cpu") if self.rank == 0 else self.device
+        # Other ranks help to gather, and keep nothing.
+        device = torch.device("cpu" if self.rank == 0 else "meta")
         frozen = FrozenTarget.of(
             self.policy.model, lambda weight: whole_tensor(weight.detach()).to(device, self.dtype, copy=True)
         )
