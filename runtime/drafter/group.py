@@ -22,21 +22,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 from torch.distributed.distributed_c10d import is_nccl_available
 
-from tltlab.errors import ConfigError, RunError
+from tltlab.errors import RunError
 
 LOOPBACK = "127.0.0.1"
 LEADER = 0
 POLL_S = 0.0002
 """Seconds between checks for the end of NCCL's exchange, which takes milliseconds."""
-
-Backend = Literal["auto", "gloo", "nccl"]
 
 
 class GroupLost(RunError):
@@ -116,27 +114,20 @@ class DrafterGroup:
         self._connection, self._timeout_s, self._on_host = connection, timeout_s, on_host
 
     @classmethod
-    def join(
-        cls, store: Store, rank: int, world: int, timeout_s: float, *, host: str = LOOPBACK, backend: Backend = "auto"
-    ) -> DrafterGroup:
+    def join(cls, store: Store, rank: int, world: int, timeout_s: float, *, host: str = LOOPBACK) -> DrafterGroup:
         """Join the others, waiting at most about `timeout_s` seconds, also the limit of a step's exchange.
 
         `store` is used for one group: two would mix. Members reach this one at `host`, its machine's address (over
-        gloo; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an interface instead). "auto" is nccl where every member
-        has its own CUDA device and gloo elsewhere. Raises GroupLost where a member does not come.
+        gloo; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an interface instead). They exchange over nccl where every
+        member has its own CUDA device, and over gloo elsewhere. Raises GroupLost where a member does not come.
         """
-        device = _device()
-        if backend == "nccl" and not device:
-            raise ConfigError("a training group over nccl needs a CUDA device: take gloo, or auto")
         timeout = timedelta(seconds=timeout_s)
         try:
-            store.set(f"device-{rank}", f"{backend} {device}")
-            answers = [store.get(f"device-{member}").decode().split(" ", 1) for member in range(world)]
-            devices = {uuid for _, uuid in answers}
-            separate = len(devices) == world and "" not in devices
-            if any(choice == "gloo" for choice, _ in answers) or not separate:
-                return cls(_gloo(store, rank, world, timeout, host), rank, world, timeout_s, on_host=True)
-            return cls(_nccl(store, rank, world, timeout), rank, world, timeout_s, on_host=False)
+            store.set(f"device-{rank}", _device())
+            devices = {store.get(f"device-{member}") for member in range(world)}
+            on_host = len(devices) < world or b"" in devices
+            connect = _gloo if on_host else _nccl
+            return cls(connect(store, rank, world, timeout, host), rank, world, timeout_s, on_host=on_host)
         except RuntimeError as error:
             raise GroupLost(
                 f"a training group's {world} members did not meet within {timeout_s:g} s: {_first_line(error)}"
@@ -217,7 +208,7 @@ def _device() -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-def _gloo(store: Store, rank: int, world: int, timeout: timedelta, host: str) -> ProcessGroupGloo:
+def _gloo(store: Store, rank: int, world: int, timeout: timedelta, host: str) -> Any:
     # torch's stubs lack both options.
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined, unused-ignore]
     options._timeout = timeout
@@ -227,7 +218,7 @@ def _gloo(store: Store, rank: int, world: int, timeout: timedelta, host: str) ->
     return ProcessGroupGloo(store, rank, world, options)
 
 
-def _nccl(store: Store, rank: int, world: int, timeout: timedelta) -> Any:
+def _nccl(store: Store, rank: int, world: int, timeout: timedelta, host: str) -> Any:
     # Otherwise torch's watchdog ends this process when a member fails or an abort takes long.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")

@@ -263,16 +263,9 @@ class HeadTraining:
     def share(self, group: DrafterGroup) -> None:
         """Take the leader's weights, moments and counters; all members call it when a group has formed.
 
-        Sets `exchange_s`, the seconds of an update's exchange in this group. Raises RunError, at all members, where
-        their drafters are not of one shape, and GroupLost, with this member's state unchanged, where a member is lost.
+        Sets `exchange_s`, the seconds of an update's exchange in this group. Raises GroupLost, with this member's state
+        unchanged, where a member is lost.
         """
-        # Exchanges of different sizes would end processes, not just the group.
-        shape = torch.tensor([self._message.flat.numel(), self.loss.num_unrolled], device=self.device)
-        shape = torch.cat([shape, shape * shape])
-        total = shape.clone()
-        group.sum(total)
-        if not torch.equal(total, shape * group.world):
-            raise RunError("the members of this training group train drafters of different shapes or with other losses")
         tensors = list(self._tensors().values())
         flat = torch.cat([value.detach().flatten() for value in tensors])
         counters = self._counters().to(self.device)

@@ -473,10 +473,8 @@ class SpotTrainer:
         )
         if not ranks:
             raise OrderWithdrawn
-        rank, config = ranks.index(self.place.worker), self.config
-        with DrafterGroup.join(
-            store, rank, len(ranks), timeout_s, host=self.place.host, backend=config.backend
-        ) as group:
+        rank = ranks.index(self.place.worker)
+        with DrafterGroup.join(store, rank, len(ranks), timeout_s, host=self.place.host) as group:
             yield group
 
     def _enough(self) -> bool:

@@ -88,8 +88,6 @@ def make_model(out: Path, *, size: str | Size, task: str, seed: int, progress: C
         raise ConfigError(f"no model size named {size!r}; there are: {', '.join(SIZES)}")
     if task not in TASKS:
         raise ConfigError(f"no task named {task!r}; there are: {', '.join(TASKS)}")
-    if seed < 0:
-        raise ConfigError(f"seed {seed} is negative; take 0 or more")
     with marked_folder(out, "report.json", SafetensorError) as folder, _one_thread(seed):
         started = time.perf_counter()
         train, heldout = draw_problems(TASKS[task], seed)

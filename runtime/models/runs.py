@@ -135,7 +135,6 @@ def recipe_of(
     policy: Path | None,
     drafter: DrafterConfig | None,
     train: Path | None = None,
-    workers: int | None = None,
     repeat_every: int = 0,
     system: str | None = None,
 ) -> Recipe:
@@ -152,12 +151,12 @@ def recipe_of(
         reward=report["reward"],
         data=DataConfig(train=str(train or model / "train.jsonl"), heldout=str(model / "heldout.jsonl")),
         rollout=RolloutConfig(
-            num_workers=workers or sizes.workers,
+            num_workers=sizes.workers,
             prompts_per_step=sizes.prompts_per_step,
             group_size=sizes.group_size,
             max_response_tokens=sizes.max_response_tokens,
             repeat_every=repeat_every,
-            vllm={"max_num_seqs": max(sizes.prompts_per_step * sizes.group_size // (workers or sizes.workers), 1) + 1},
+            vllm={"max_num_seqs": max(sizes.prompts_per_step * sizes.group_size // sizes.workers, 1) + 1},
             **({"system": system} if system else drafting),
         ),
         train=TrainConfig(steps=sizes.steps),

@@ -156,9 +156,9 @@ class DrafterConfig(FrozenModel):
     Engines keep the hidden states of running responses in `capture_bytes` of host memory each; by default those of a
     machine share a quarter of its free memory. Beyond that, responses likely to be in the tail are kept.
 
-    A trainer runs on `threads` CPU threads at priority `nice`. Members of a group train over `backend`; "auto" is nccl
-    where each has its own CUDA device and gloo elsewhere. They meet at a free port of the driver's machine, to which
-    only its own processes can connect unless workers are on other machines.
+    A trainer runs on `threads` CPU threads at priority `nice`. Members of a group train over nccl where each has its
+    own CUDA device, and over gloo elsewhere. They meet at a free port of the driver's machine, to which only its own
+    processes can connect unless workers are on other machines.
     """
 
     name: str = "learned"
@@ -178,7 +178,6 @@ class DrafterConfig(FrozenModel):
     ages: Annotated[int, Field(ge=0)] = 3
     threads: Annotated[int, Field(ge=1)] = 1
     nice: Annotated[int, Field(ge=0, le=19)] = 19
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
 
     @property
     def pretrained(self) -> bool:

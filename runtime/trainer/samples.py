@@ -237,15 +237,16 @@ def share_out(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateBatch:
-    """N responses to train on. Lists have an entry for each of them, of its n tokens."""
+    """N responses to train on. Lists have an entry for each of them, of its n tokens.
+
+    `drawn` is True for tokens that a policy drew. `columns` are fields of `losses.LossTokens`: denominators of ratios,
+    the engine's log-probs, importance weights, and with a penalty the reference's log-probs ([0] where untrained).
+    """
 
     pairs: list[Pair]
     values: TrainingValues
-    drawn: list[Tensor]  # N of [n], bool: True for tokens that a policy drew
-    behaviour: list[Tensor]  # N of [n]: log-probs of the engine
-    base: list[Tensor]  # N of [n]: denominators of the ratios
-    corrections: list[Tensor]  # N of [n]: importance weights of tokens
-    reference: list[Tensor] | None  # N of [n], [0] where untrained: the reference's, with a penalty
+    drawn: list[Tensor]
+    columns: dict[str, list[Tensor]]
 
     def token_weights(self, rows: Tensor, config: TrainConfig, max_response_tokens: int) -> Tensor:
         """Return [N]: the weight of each token of a response in the mini-batch of `rows`; 0 for all others."""

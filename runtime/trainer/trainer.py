@@ -312,7 +312,8 @@ class Trainer:
 
     def frozen(self) -> FrozenTarget | None:
         """Return host copies of weights that a drafter shares (`FrozenTarget`), None on other ranks."""
-        device = torch.device("cpu") if self.rank == 0 else self.device
+        # Other ranks help to gather, and keep nothing.
+        device = torch.device("cpu" if self.rank == 0 else "meta")
         frozen = FrozenTarget.of(
             self.policy.model, lambda weight: whole_tensor(weight.detach()).to(device, self.dtype, copy=True)
         )
@@ -391,7 +392,11 @@ class Trainer:
         for old, engine, mask in zip(self._old, behaviour, drawn, strict=True):
             whole = mask[: len(old)] if config.correction_level == "sequence" else None
             corrections.append(correction_weights(old, engine, config.correction_cap, config.correction, whole))
-        reference: list[Tensor] | None = None
+        columns = {
+            "old_logp": behaviour if config.correction == "behaviour" else self._old,
+            "behaviour_logp": behaviour,
+            "correction": corrections,
+        }
         if self.reference is not None:
             # In rewards the penalty of a filtered response is part of its group's mean.
             used = values.num_drawn if config.kl_in == "reward" else values.trained
@@ -402,15 +407,8 @@ class Trainer:
             self._refuse_infinite(reference, subject, "look at the weights of the recipe's model")
             if config.kl_in == "reward":
                 values = TrainingValues.of(self._penalised(reference), config, self.max_response_tokens)
-        return UpdateBatch(
-            pairs=pairs_of(samples),
-            values=values,
-            drawn=drawn,
-            behaviour=behaviour,
-            base=behaviour if config.correction == "behaviour" else self._old,
-            corrections=corrections,
-            reference=reference,
-        )
+            columns["ref_logp"] = reference
+        return UpdateBatch(pairs=pairs_of(samples), values=values, drawn=drawn, columns=columns)
 
     def _backward(self, batch: UpdateBatch, weights: Tensor, rows: list[int]) -> Tensor:
         """Add the gradient of the responses `rows`, a micro-batch of the mini-batch with token weights `weights` [N].
@@ -423,24 +421,21 @@ class Trainer:
         with_entropy = bool(config.entropy_coef)
         found = self.policy(self._packed([batch.pairs[i] for i in rows]), entropy=with_entropy)
         logp, entropy = found.unbind(-1) if with_entropy else (found, None)
-        correction = self._joined(batch.corrections, rows)
+        columns = {name: self._joined(parts, rows) for name, parts in batch.columns.items()}
         token_weight = weights[rows].repeat_interleave(lengths).to(self.device) * self._joined(batch.drawn, rows)
         tokens = LossTokens(
             logp=logp,
             entropy=entropy,
-            old_logp=self._joined(batch.base, rows),
-            behaviour_logp=self._joined(batch.behaviour, rows),
-            ref_logp=None if batch.reference is None else self._joined(batch.reference, rows),
+            **columns,
             advantages=values.advantages[rows].repeat_interleave(lengths).to(self.device),
             weights=token_weight,
             responses=torch.arange(len(rows)).repeat_interleave(lengths).to(self.device),
-            correction=correction,
         )
         terms = policy_loss(tokens, config, self._objective)
         # FSDP2 averages gradients over ranks; the loss is a sum over data ranks, and each neighbour in a rank's group
         # has the gradient of its own tokens.
         (terms.loss * self.world).backward()
-        corrected = float((token_weight * correction).sum())
+        corrected = float((token_weight * columns["correction"]).sum())
         return torch.tensor(
             [float(terms.loss.detach()), terms.clip_fraction / whole, terms.kl / whole, corrected / computed]
         )

@@ -259,7 +259,6 @@ class ScriptedTrainer(Trainer):
         self.steps = 0
         self._work = Peak(self.device)
         self._samples, self._rank_of, self._old = [], [], []
-        self._bad_loss = set()
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {}

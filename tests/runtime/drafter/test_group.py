@@ -10,7 +10,7 @@ import torch
 import torch.distributed
 
 from tests.refused import refused
-from tltlab.errors import ConfigError, RunError
+from tltlab.errors import RunError
 from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, RendezvousServer, rendezvous_store
 from tltlab.runtime.drafter.training import HeadTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
@@ -98,18 +98,6 @@ def test_two_members_end_where_one_does(point, tmp_path, kind):
         assert torch.allclose(left[name], value, rtol=0, atol=1e-6 if name.startswith("exp_avg.") else 1e-5), name
 
 
-def test_members_that_train_differently_share_nothing(point, tmp_path):
-    def shares_another_drafter(rank):
-        training = made(tmp_path / str(rank), kind=["eagle", "hass"][rank])
-        before = training.state_dict()
-        refusal = refused(RunError)
-        with joined(point.address, "term-1", rank, 2) as group, refusal:
-            training.share(group)
-        assert same(training.state_dict(), before)
-
-    all_of(2, shares_another_drafter)
-
-
 @pytest.mark.parametrize("hangs", [False, True], ids=["leaves", "hangs"])
 def test_a_lost_member_costs_the_others_one_update(point, tmp_path, hangs):
     """The others continue, first alone and then in a new group."""
@@ -167,9 +155,3 @@ def test_a_meeting_point_listens_at_one_address(point):
         socket.create_connection(("127.0.0.9", int(port)))
     with refused(RunError, naming=("192.0.2.1",)):
         RendezvousServer("192.0.2.1")
-
-
-def test_what_cannot_be_is_the_callers_mistake(point):
-    store = rendezvous_store(point.address, "term-1", 1.0)
-    with refused(ConfigError, naming=("CUDA",)):
-        DrafterGroup.join(store, 0, 2, 1.0, backend="nccl")
