@@ -21,7 +21,7 @@ from tltlab.sim.scenario import named_policies
 from tltlab.sim.simulate import outside_text
 from tltlab.sim.study.compare import POLICIES, StudyConfig
 from tltlab.sim.study.compare import compare as run
-from tltlab.sim.study.logged import logged_share
+from tltlab.sim.study.logged import logged_stages
 
 SAMPLED = "a:b, RL steps a to b - 1; or one; or all. [default: of more than 24 a sample]"
 _ENDINGS = (".json", ".csv", *FORMATS)
@@ -66,7 +66,7 @@ def compare(
         if systems is None and chosen is not None and len(chosen) < 2 and not config.axes:
             raise ConfigError(f"--policies {policies!r}: give at least two to compare, or a list for an option")
         found = run(source, chosen, config, systems=systems, journal=journal)
-    share, rows = logged_share(source), json_rows(found)
+    (_, share), rows = logged_stages(source), json_rows(found)
     names = ("axes", "baseline", "num_rl_steps", "num_rl_steps_of", "num_workers", "num_gpus", "evidence",
              "outside_calibration", "costs", "acceptance", "failed")  # fmt: skip
     result: dict[str, Any] = {"rows": rows, "figures": "simulated", **{key: found.attrs[key] for key in names}}

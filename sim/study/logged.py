@@ -25,23 +25,17 @@ from .jobs import side_by_side
 from .sample import Scenarios, samples
 from .study import Cell
 
-ShareOf = Literal["log", "preset"]
 
+def logged_stages(trace: Trace) -> tuple[pd.DataFrame | None, float | None]:
+    """Seconds by stage of a trace made of a log (`measured_stages`), and the share that rollouts take of RL steps.
 
-def logged_stages(trace: Trace) -> pd.DataFrame | None:
-    """Seconds by stage of a trace made of a log (`measured_stages`); None for other traces, and without a share."""
-    steps = trace.steps if trace.manifest.kind == "imported" and trace.iterations is None else None
-    if steps is None:
-        return None
-    table = measured_stages(steps)
-    return None if rollout_share(table) is None else table
-
-
-def logged_share(trace: Trace) -> float | None:
-    """Share of the RL step that the rollout takes in a log; None for other traces and where it is not logged."""
-    table = logged_stages(trace)
-    share = None if table is None else rollout_share(table)
-    return None if share is None else share.estimate
+    None and None for other traces, and where the share is not logged.
+    """
+    if trace.steps is None or trace.manifest.kind != "imported" or trace.iterations is not None:
+        return None, None
+    table = measured_stages(trace.steps)
+    share = rollout_share(table)
+    return (None, None) if share is None else (table, share.estimate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +61,8 @@ class LoggedRun:
         run = cls(
             scenarios=scenarios, stages=None if machine is None else machine.stages, drafting=LoggedDrafting.of(trace)
         )
-        table = logged_stages(trace)
-        share = None if table is None else rollout_share(table)
-        if table is None or share is None:
+        table, share = logged_stages(trace)
+        if table is None:
             return run
         rows, part = rollout_rows(table)
         timed = [step for step in (scenarios.config.steps_of(trace) or trace.rl_steps) if step in rows.index]
@@ -82,16 +75,16 @@ class LoggedRun:
         costs = ScaledCosts.wrapping(own, level=level, switch_s=own.switch_s * level, outside_s=own.outside_s * level)
         subject = "rollouts" if part == "rollout" else "waiting for rollouts, which overlap training"
         note = (
-            f"{subject}: {np.median(measured_s):.3g} s in the log, {share.estimate:.0%} of the RL step, {level:.2f} "
+            f"{subject}: {np.median(measured_s):.3g} s in the log, {share:.0%} of the RL step, {level:.2f} "
             f"times those of {machine.name if machine else scenarios.costs_name}: simulated ones are scaled to them"
         )
         return cls(
             scenarios=scenarios.under(costs=costs), stages=mean_stages(table, trace.manifest.name or "a log"),
-            drafting=run.drafting, share=share.estimate, level=level, notes=(note,),
+            drafting=run.drafting, share=share, level=level, notes=(note,),
         )  # fmt: skip
 
     @property
-    def share_of(self) -> ShareOf | None:
+    def share_of(self) -> Literal["log", "preset"] | None:
         """Where the rollout's share of the RL step is from; None where it is not known."""
         return "log" if self.share is not None else None if self.stages is None else "preset"
 

@@ -80,6 +80,10 @@ class Cell:
     entropy: Sequence[Sequence[int]] | None = None
     nominal: Scenario | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A process unpickles a scenario once, however many of its cells have it.
+        return _received, (_pickled(self.scenario), {name: v for name, v in vars(self).items() if name != "scenario"})
+
     @property
     def label(self) -> str:
         """Name and axes in words."""
@@ -181,7 +185,7 @@ class Study:
         # The longest begin first: the last to end then ends about when the others do.
         seconds = [cell.expected_s for cell in self.cells]
         order = sorted(set(range(len(self.cells))) - found.keys(), key=lambda at: -seconds[at])
-        tasks = [partial(_simulated, _Once(self.cells[at]), self.details) for at in order]
+        tasks = [partial(_simulated, self.cells[at], self.details) for at in order]
         results = side_by_side(tasks, jobs=self.jobs, expected_s=[seconds[at] for at in order])
         for at, result in zip(order, results, strict=True):
             if isinstance(result, TltlabError):
@@ -221,26 +225,15 @@ def _check(cell: Cell) -> None:
         raise ConfigError(f"policy {cell.name}: {error}") from error
 
 
-def _simulated(once: _Once, details: bool) -> list[Row] | TltlabError:
+def _simulated(cell: Cell, details: bool) -> list[Row] | TltlabError:
     try:
-        return once.cell.rows() if details else once.cell.makespans()
+        return cell.rows() if details else cell.makespans()
     except TltlabError as error:
         return error
 
 
-class _Once:
-    """A cell whose scenario a process unpickles once, however many of its cells have it."""
-
-    def __init__(self, cell: Cell) -> None:
-        self.cell = cell
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        rest = replace(self.cell, scenario=None)  # type: ignore[arg-type]
-        return _received, (_pickled(self.cell.scenario), rest)
-
-
-def _received(pickled: bytes, rest: Cell) -> _Once:
-    return _Once(replace(rest, scenario=_unpickled(pickled)))
+def _received(pickled: bytes, rest: dict[str, Any]) -> Cell:
+    return Cell(scenario=_unpickled(pickled), **rest)
 
 
 @lru_cache(maxsize=16)

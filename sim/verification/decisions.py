@@ -7,9 +7,10 @@ the trace. A policy for which the simulation equals the engine makes the recorde
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -104,26 +105,18 @@ def replay_decisions(
         [step for step in trace.rl_steps if forces[step].since == since]
         for since in sorted({force.since for force in forces.values()})
     )
-    tasks = [partial(_replayed_decisions, trace, span, forces[span[0]], chosen) for span in spans]
+    tasks = [partial(_replayed, trace, span, forces[span[0]], chosen) for span in spans]
     rows = [row for of_span in side_by_side(tasks, jobs=jobs) for row in of_span]
     if not rows:
         raise ConfigError(f"{run}: no RL step was asked for")
     return Decisions(rows=pd.DataFrame(rows))
 
 
-def _replayed_decisions(
-    trace: Trace, span: Sequence[int], force: ActivePolicy, chosen: Collection[int]
-) -> list[dict[str, Any]]:
-    """Rows of `Decisions` for those RL steps of a span that were chosen; all of them are played."""
-    return [
-        {"rl_step": rollout.requests.rl_step, "policy": force.name, **_compared(trace, rollout)}
-        for rollout in _played(trace, span, force)
-        if rollout.requests.rl_step in chosen
-    ]
+def _replayed(trace: Trace, span: Sequence[int], force: ActivePolicy, chosen: Collection[int]) -> list[dict[str, Any]]:
+    """Rows of `Decisions` for those RL steps of a span that were chosen.
 
-
-def _played(trace: Trace, span: Sequence[int], force: ActivePolicy) -> list[SimulatedRollout]:
-    """RL steps under one policy that continues learning, each with its own times and acceptance."""
+    All of them are played under one policy that continues learning, each with its own times and acceptance.
+    """
     iterations = trace.iterations
     assert iterations is not None
     assert trace.decisions is not None
@@ -158,15 +151,17 @@ def _played(trace: Trace, span: Sequence[int], force: ActivePolicy) -> list[Simu
     strategies = tuple(dict.fromkeys((NO_SPECULATION, *selectors[0].strategies)))
     states = drafters_by_step(trace)
     drafters = sorted({s.drafter for s in strategies if s.speculates})
-    played = []
+    compared = []
     for step in requests_by_step(trace, list(span), tool_s=0.0):
         rows = iterations[iterations["rl_step"] == step.rl_step]
         state = states.get(step.rl_step, DrafterState())
         simulator.drafters = {name: state if registry[name].has_network else DrafterState() for name in drafters}
         regimes = Regimes(strategies, costs, ConstantAcceptance(tokens=1.0), registry)
-        simulator.prepare(regimes, RecordedIterations(rows))
-        played.append(simulator.rollout(step, place(step, workers, "recorded")))
-    return played
+        simulator.prepare(regimes, recorded_batches(rows))
+        rollout = simulator.rollout(step, place(step, workers, "recorded"))
+        if step.rl_step in chosen:
+            compared.append({"rl_step": step.rl_step, "policy": force.name, **_compared(trace, rollout)})
+    return compared
 
 
 class RecordedDriver(PolicyDriver):
@@ -216,17 +211,15 @@ def most_requests(iterations: pd.DataFrame) -> int | None:
     return int(largest["batch"].iloc[0]) if (largest["num_waiting"].fillna(0) > 0).any() else None
 
 
-@dataclass(slots=True)
-class RecordedIterations:
-    """Makes the batches of one rollout's workers, in order."""
+def recorded_batches(rows: pd.DataFrame) -> Callable[[Requests], RecordedBatch]:
+    """What makes the batches of one rollout's workers, in order."""
+    workers = count()
 
-    rows: pd.DataFrame
-    _num_batches: int = field(default=0, init=False)
-
-    def __call__(self, requests: Requests) -> RecordedBatch:
-        worker, self._num_batches = self._num_batches, self._num_batches + 1
-        mine = self.rows[self.rows["worker"] == worker].sort_values("iteration")
+    def made(requests: Requests) -> RecordedBatch:
+        mine = rows[rows["worker"] == next(workers)].sort_values("iteration")
         return RecordedBatch(requests, Recorded(requests, mine), own_seconds(mine))
+
+    return made
 
 
 class Recorded(Gains):

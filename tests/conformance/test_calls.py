@@ -21,7 +21,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.tracker import Iteration
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.worker import RolloutSimulator
-from tltlab.sim.verification.decisions import RecordedIterations
+from tltlab.sim.verification.decisions import recorded_batches
 from tltlab.sim.workload import requests_by_step
 from tltlab.state import Choice, DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -205,7 +205,7 @@ def simulated_calls(story, hold, iterations):
     for step, rows in zip(requests_by_step(trace_of(story)), iterations, strict=True):
         state = DrafterState(updates=10 * step.rl_step)
         simulator.drafters = {"learned": state}
-        simulator.prepare(Regimes(STRATEGIES, costs, ConstantAcceptance(tokens=1.0)), RecordedIterations(rows))
+        simulator.prepare(Regimes(STRATEGIES, costs, ConstantAcceptance(tokens=1.0)), recorded_batches(rows))
         simulator.rollout(step, [list(range(len(step)))])
     return policy.calls
 

@@ -98,7 +98,11 @@ def load_acceptance(
     'learned=geometric:0.5,ngram=0.4,suffix=geometric:0.42 (default)'
     """
     if isinstance(source, Mapping):
-        by_drafter = source and "kind" not in source and all(map(_is_source, source.values()))
+        by_drafter = (
+            source
+            and "kind" not in source
+            and all(isinstance(each, str | Path | Mapping | Acceptance) for each in source.values())
+        )
         return _by_drafter(source, epochs) if by_drafter else validated(_FILE, source, "acceptance")
     text = str(source) if isinstance(source, str | Path) else ""
     if text and split_by_drafter(text) is None and not Path(text).exists() and (trained := split_trained(text)):
@@ -202,10 +206,6 @@ def _named(model: Acceptance, drafter: str) -> Acceptance:
     if isinstance(model, SiblingAcceptance | TreeAcceptance) and model.drafter is None:
         return model.model_copy(update={"drafter": drafter})
     return model
-
-
-def _is_source(value: Any) -> bool:
-    return isinstance(value, str | Path | Mapping | Acceptance)
 
 
 def _by_drafter(sources: Mapping[str, Any], epochs: bool) -> PerDrafter:

@@ -47,7 +47,13 @@ def _by_batch(trace: Trace) -> AcceptanceFit:
             note = "nothing was speculated, so there is no acceptance to fit"
             return AcceptanceFit(model=None, notes=(note,))
         note = "acceptance: walked along acceptance.parquet, which knows no batch: one band for all of them"
-        return AcceptanceFit(model=_pool(_walked_drafts(trace), trace.drafters), notes=(note,))
+        # The drafts of each drafter at the depth to which all of its rows go.
+        each = trace.acceptance.groupby("drafter")
+        drafts = pd.concat([walked_drafts(rows, int(rows["max_depth"].min())) for _, rows in each], ignore_index=True)
+        if drafts.empty:
+            place = trace.path or "the trace"
+            raise ConfigError(f"{place} has no drafts to fit to: its acceptance.parquet has no position")
+        return AcceptanceFit(model=_pool(drafts, trace.drafters), notes=(note,))
     measured, notes = fit_acceptance(table, trace.drafters)
     return AcceptanceFit(model=measured, notes=tuple(notes))
 
@@ -106,16 +112,6 @@ def _fresh(trace: Trace) -> AcceptanceFit:
         notes=notes,
     )
     return AcceptanceFit(model=model, notes=notes)
-
-
-def _walked_drafts(trace: Trace) -> pd.DataFrame:
-    """The drafts of each drafter at the depth to which all of its rows go."""
-    assert trace.acceptance is not None
-    parts = [walked_drafts(rows, int(rows["max_depth"].min())) for _, rows in trace.acceptance.groupby("drafter")]
-    if (drafts := pd.concat(parts, ignore_index=True)).empty:
-        place = trace.path or "the trace"
-        raise ConfigError(f"{place} has no drafts to fit to: its acceptance.parquet has no position")
-    return drafts
 
 
 def _pool(drafts: pd.DataFrame, drafters: Drafters) -> MeasuredAcceptance:

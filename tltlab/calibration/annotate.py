@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 
 from tltlab.arrays import Bytes
@@ -91,10 +92,8 @@ def merged(old: pa.Table | None, new: pa.Table) -> pa.Table:
     """Rows of acceptance.parquet with new ones added; a row of the same response, drafter and age is replaced."""
     if old is None:
         return new
-    names = list(UNIQUE["acceptance"])
-    replaced = set(new.select(names).to_pandas().itertuples(index=False, name=None))
-    stays = [key not in replaced for key in old.select(names).to_pandas().itertuples(index=False, name=None)]
-    return pa.concat_tables([old.filter(pa.array(stays, pa.bool_())), new])
+    keys, replaced = (pd.MultiIndex.from_frame(t.select(UNIQUE["acceptance"]).to_pandas()) for t in (old, new))
+    return pa.concat_tables([old.filter(pa.array(~keys.isin(replaced), pa.bool_())), new])
 
 
 class AcceptedLengths:

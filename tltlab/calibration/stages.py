@@ -52,13 +52,11 @@ class StageFit:
 
     `residuals` has a row per stage and one for their sum, "all": stage, num_steps, mean_s, the absolute relative errors
     of left-out RL steps `mean_error`, `median_error`, `worst_error`, the `bias` of their sum, and `constant_error`, the
-    mean error of a constant. NaN where only one RL step is known. `held_out` has a row per stage and RL step: stage,
-    rl_step, measured_s, predicted_s, constant_s.
+    mean error of a constant. NaN where only one RL step is known.
     """
 
     costs: StageCosts
     residuals: pd.DataFrame
-    held_out: pd.DataFrame
 
     def table(self) -> str:
         """Residuals for people."""
@@ -108,7 +106,7 @@ def fit_stages(trace: Trace) -> StageFit:
         + (f" on {trace.manifest.hardware}" if trace.manifest.hardware else ""),
     )
     rows = pd.concat([held_out for _, held_out in models.values()], ignore_index=True)
-    return StageFit(costs=costs, residuals=_residuals(rows), held_out=rows)
+    return StageFit(costs=costs, residuals=_residuals(rows))
 
 
 def stage_table(seconds: pd.DataFrame, whole: pd.Series) -> pd.DataFrame:
@@ -217,7 +215,7 @@ def _fitted(terms: Sequence[str], rows: pd.DataFrame) -> dict[str, float]:
 def _fit_stage(
     stage: str, works: Mapping[int, StepWorkload], measured: pd.DataFrame, columns: Columns
 ) -> tuple[dict[str, float], pd.DataFrame]:
-    """Terms of a stage, as many as pay, and its rows of `StageFit.held_out`."""
+    """Terms of a stage, as many as pay, and stage, rl_step, measured_s and left-out predictions of each RL step."""
     seconds = measured[stage].dropna()
     table = pd.DataFrame([columns(works[s]) for s in seconds.index], dtype=np.float64)
     terms = [name for name in _TERMS if name in table]

@@ -75,15 +75,10 @@ class StepWorkload:
 
 
 def _informative(rows: pd.DataFrame) -> Flags:
-    of, reward = (
-        np.unique(rows["prompt_id"].tolist(), return_inverse=True)[1],
-        rows["reward"].astype(np.float64).to_numpy(),
-    )
-    highest, lowest = np.full(len(reward), -np.inf), np.full(len(reward), np.inf)
+    of_group = rows["reward"].astype(np.float64).groupby(rows["prompt_id"])
+    highest, lowest, known, all_of = (of_group.transform(name) for name in ("max", "min", "count", "size"))
     # An unknown reward may be anything.
-    np.maximum.at(highest, of, np.where(np.isnan(reward), np.inf, reward))
-    np.minimum.at(lowest, of, np.where(np.isnan(reward), -np.inf, reward))
-    return np.asarray((highest > lowest)[of], bool)
+    return np.asarray((highest > lowest) | (known < all_of), bool)
 
 
 def served_s(arrive_s: Floats, work_s: Floats, free_s: float = 0.0) -> Floats:
