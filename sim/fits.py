@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +27,7 @@ from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import guess, read
 from tltlab.options import Option, check
+from tltlab.records import frozen
 from tltlab.sim.options import LogCosts, LogWorkers, RlSteps
 from tltlab.sim.verification.training_log import LogFit, fit_log, is_log
 from tltlab.traces.trace import Trace
@@ -36,7 +36,7 @@ TABLES = (".csv", ".parquet")
 """Endings of tables of measured iterations."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class CalibrateConfig:
     """Settings of `fit_all`, the options of `tltlab calibrate`; `outs` and `targets` have the outputs by field."""
 
@@ -139,7 +139,7 @@ def hardware(gpu: str | None, model: str | None, tp: int | None) -> Hardware | N
         return Hardware(gpu=listed(find_gpu(gpu)), model=listed(find_model(model)), tp=tp)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Fits:
     """Models that one call fitted; None where a model was not requested."""
 

@@ -20,6 +20,7 @@ from tltlab.arrays import Floats
 from tltlab.costs.stages import STAGES, StageCosts, served_s
 from tltlab.errors import ConfigError
 from tltlab.planning.dispatch import stage_left
+from tltlab.records import frozen
 from tltlab.sim.engine.record import SimulatedRollout
 from tltlab.traces.schema import TABLES, span
 from tltlab.traces.trace import Trace
@@ -28,7 +29,7 @@ from .config import at_least
 from .simulate import SimResult
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Pools:
     """GPUs that generate and GPUs that train; `shared` where they are the same."""
 
@@ -41,7 +42,7 @@ class Pools:
         return self.rollout_gpus if self.shared else self.rollout_gpus + self.train_gpus
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Colocated:
     """All GPUs roll out, then compute log-probs, train and sync in turn, as in VeRL and TLT."""
 
@@ -63,7 +64,7 @@ class Colocated:
         return Pools(rollout_gpus=num_gpus, train_gpus=num_gpus, shared=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Separate:
     """Engines and trainer on separate GPUs, as in Open-R1.
 
@@ -233,7 +234,7 @@ def summary(result: RunResult) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _Groups:
     """Groups that a trainer takes during the rollout: when each is graded, since its start, and what training it takes.
 
@@ -272,7 +273,7 @@ class _Groups:
 _SAME_TIME_S = 1e-9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _StageTimes:
     """Seconds of an RL step's parts; `sleep_s` and `wake_s` lie before and behind what the trainer does."""
 
@@ -314,7 +315,7 @@ def _times(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _Interval:
     """Something that one RL step does; `start_s` and `end_s` since the start of the run."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -15,6 +15,7 @@ from tltlab.acceptance.base import Key
 from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
 from tltlab.planning.composition import EarlierEpoch, Regrouped, Truncated, Workload
+from tltlab.records import frozen
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.requests import Requests, Turns, of_responses
 from tltlab.traces.schema import KEY
@@ -55,7 +56,7 @@ def requests_by_step(
     return [replace(step, turns=_turns(step, prefix, tool_s)) for step in steps]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class _Joined:
     """Rows of workload and outcomes that belong together, in the workload's order: row `workload[i]` of the one table
     and row `outcomes[i]` of the other."""

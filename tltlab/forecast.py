@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,8 @@ from tltlab.sim.study.systems import on_gpus
 from tltlab.sim.verification.errors import table_text
 from tltlab.traces.trace import Trace
 
+from .records import frozen
+
 RL_STEPS = 2
 """RL steps that are simulated for each law of lengths."""
 BETWEEN = ("base-rl", "reasoning")
@@ -41,7 +43,7 @@ HUB_S = 5.0
 """Seconds that the Hugging Face Hub may take to answer."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class StepTime:
     """Simulated seconds of an RL step with responses of some lengths; `low` and `high` are the 90 % range of costs."""
 
@@ -52,7 +54,7 @@ class StepTime:
     high_s: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Forecast:
     """The forecast; sizes are bytes, `*_here` those of this machine.
 

@@ -2,7 +2,7 @@
 
 A field with an `Option` is on the command line; `check` in `__post_init__` refuses the same values from everywhere:
 
-    @dataclass(frozen=True, kw_only=True)
+    @frozen
     class Drawing:
         prompts: Annotated[int, Option("Prompts per RL step.", min=1)] = 64
         costs: Annotated[CostModel | str | None, Option("Cost file or preset.")] = None

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tltlab.drafters.base import Key
+from tltlab.records import frozen
 
 HELD_OUT = 1 / 8
 """Share of a run's prompts that are held out: their responses judge the drafter, and no trainer learns from them."""
@@ -35,7 +36,7 @@ def prompt_draw(prompt: str, seed: int) -> float:
     return int.from_bytes(digest) / 2**32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrainingSequence:
     """A stretch of one request, prompt and response, with the states of the pass that generated or scored it.
 
@@ -101,7 +102,7 @@ def _own(tensor: Tensor) -> Tensor:
     return host if host.untyped_storage().nbytes() == host.numel() * host.element_size() else host.clone()
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class PackedBatch:
     """Rows of several sequences, T in all. Row t of a sequence joins token t + 1 with the target's hidden state at t.
 

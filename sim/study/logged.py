@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +15,7 @@ from tltlab.costs.scaled import ScaledCosts
 from tltlab.costs.stages import StageCosts
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
+from tltlab.records import frozen
 from tltlab.stats import interval_ends
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
@@ -38,7 +38,7 @@ def logged_stages(trace: Trace) -> tuple[pd.DataFrame | None, float | None]:
     return (None, None) if share is None else (table, share.estimate)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class LoggedRun:
     """A simulation in the terms of its trace's log; of another trace, or a log without stages, `scenarios` as given.
 
@@ -124,7 +124,7 @@ class LoggedRun:
         return Policy(selector=FixedSpec(strategy=drafting.strategy))
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Running(SpeedUp):
     """Speed-up of the policy that was found over what the log's own run drafts with."""
 

@@ -6,15 +6,15 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pandas as pd
 
 from tltlab.console import table
+from tltlab.records import frozen
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Errors:
     """Predictions beside measurements, a row each; the column `error` is predicted / measured - 1.
 

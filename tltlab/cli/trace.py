@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +19,7 @@ from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifes
 from tltlab.lengths.model import LengthModel, of_regime
 from tltlab.options import Option, check, command
 from tltlab.planning.beliefs import judge
+from tltlab.records import frozen
 from tltlab.traces.metrics import count
 from tltlab.traces.metrics import describe as describe_trace
 from tltlab.traces.recorder import Recorder
@@ -130,7 +131,7 @@ _OF_THE_MODEL = {
 """Field of `LengthModel` that an option of `generate` replaces."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class GenerateConfig:
     """Options of `tltlab trace generate`; None is what the regime or `like` has."""
 
@@ -267,7 +268,7 @@ def _describe_text(result: dict[str, Any]) -> str:
     return f"{described}\n\n{table(list(columns), rows, left=0)}\n\n{predicted}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class _Source:
     model: LengthModel
     shape: dict[str, int]

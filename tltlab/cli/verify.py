@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.options import Option, check, command
 from tltlab.own import code_allowed
+from tltlab.records import frozen
 from tltlab.sim import options
 from tltlab.sim.verification import played as of_policies
 from tltlab.sim.verification.decisions import Decisions, replay_decisions
@@ -26,7 +26,7 @@ from tltlab.sim.verification.training_log import is_log, verify_log
 WINDOW, SAMPLES, ROUNDS = 8, 3, 5
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class VerifyConfig:
     """Options of `tltlab verify`."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 from tltlab.options import Option, check
+from tltlab.records import frozen
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RehearsalConfig:
     """Settings of a rehearsal, the options of `tltlab rehearse`."""
 

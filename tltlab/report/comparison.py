@@ -10,7 +10,7 @@ from typing import Any
 from tltlab.charts import bars, lines
 from tltlab.errors import ConfigError
 
-from .page import Block, Code, Facts, Items, Page, Paragraph, Part, Picture, Section, number, records
+from .page import Block, Code, Facts, Items, Page, Part, Picture, Section, number, records
 from .parts import from_result, repeat_blocks, versions_of
 
 SIMULATED = "Simulated: a prediction, not a measurement."
@@ -50,7 +50,7 @@ def _page(result: Mapping[str, Any], path: Path, more: Sequence[Part]) -> Page:
         return _measured(result, path)
     if "steps" in lists and "median_error" in result:
         part = from_result(result, "As tltlab verify wrote it.")
-        return Page(title=part.title, subtitle=path.name, key_figures=(), parts=(part,))
+        return Page(title=part.title, subtitle=path.name, parts=(part,))
     raise ConfigError(
         f"{path} has the keys {', '.join(map(str, result)) or '(none)'}: give the --json output of compare, tune, "
         "verify or rehearse, or a RUN"
@@ -66,7 +66,7 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     whole = all(row.get("step_s") is not None for row in rows)
     best = min(range(len(rows)), key=lambda at: rows[at]["step_s" if whole else "makespan_s"])
     verdict = result.get("verdict") or _verdict(shown[best], labels[best], baseline, whole=whole)
-    blocks: list[Block] = [Paragraph(text=SIMULATED)]
+    blocks: list[Block] = [SIMULATED]
     for name, heading in (("speed_up", "Rollouts"), ("step_speed_up", "Whole RL steps")):
         if name == "speed_up" or any(row.get(name) is not None for row in shown):
             blocks.append(_speed_up_picture(shown, labels, name, f"speed-up over {baseline}", heading))
@@ -76,13 +76,13 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
         f"Speed-ups over {baseline} on the same responses with common random numbers. {DRAWS_ONLY} Regret: time above "
         "the clairvoyant bound; staying: above the bound where all stay on their workers."
     )
-    blocks.append(records(shown, columns, caption=caption, text=("drafters", "acceptance")))
+    blocks.append(records(shown, columns, caption=caption))
     parts: list[Part] = [Section(title="Result", blocks=tuple(blocks)), *_about_systems(rows)]
     if tuned and (bands := result.get("band")):
         named = {f"over {'plain decoding' if name == 'none' else name}": band for name, band in bands.items()}
         parts.insert(0, _band_section(named, named))
     if isinstance(notes := result.get("notes"), list) and notes:
-        parts.append(Section(title="Notes", blocks=tuple(Paragraph(text=str(note)) for note in notes)))
+        parts.append(Section(title="Notes", blocks=tuple(map(str, notes))))
     above = {*_ROWS, "answers", "verdict", "notes", "by_accept", "speedup", "band", "drafter_training", "assumed"}
     parts.append(_origin(result, above))
     fastest = number(shown[best].get("step_speed_up" if whole else "speed_up"), ".2f")
@@ -104,7 +104,7 @@ def _what_if(result: Mapping[str, Any], path: Path, more: Sequence[Part]) -> Pag
         speedups[f"RL step, {', '.join(result['drafters'])}"] = result["speedup"]["rl_step"]
     parts: list[Part] = [_band_section(speedups, {next(iter(speedups)): result["band"]}), *more]
     if (training := result.get("drafter_training")) is not None:
-        parts.append(Section(title="Training the drafter", blocks=(Paragraph(text=training["says"]),)))
+        parts.append(Section(title="Training the drafter", blocks=(training["says"],)))
     series = {}
     for key, name in (("rollout", "rollout"), ("rl_step", "RL step")):
         if rows := [row for row in result["by_accept"] if row[key] is not None]:
@@ -149,7 +149,7 @@ def _band_section(speedups: Mapping[str, Mapping[str, float]], bands: Mapping[st
             rows.append({"of": name, "input": part, "alone": between, "share": alone["share"]})
     columns = {"of": ("speed-up of", ""), "input": ("input", ""), "alone": ("its range alone", ""),
                "share": ("share of variance", ".0%")}  # fmt: skip
-    table = records(rows, columns, caption="Each input at the ends of its 90 % range.", text=("of", "input", "alone"))
+    table = records(rows, columns, caption="Each input at the ends of its 90 % range.")
     return Section(title="Speed-up", blocks=(picture, table))
 
 
@@ -215,7 +215,7 @@ def _measured(result: Mapping[str, Any], path: Path) -> Page:
         values |= {name: value for name, value in row.items() if not isinstance(value, dict)}
     ends = {"draws", "step_draws", *(f"{name}_low" for name in values), *(f"{name}_high" for name in values)}
     keys = [name for name in values if name not in ends]
-    text = tuple(name for name in keys if any(isinstance(row.get(name), str) for row in rows))
+    text = {name for name in keys if any(isinstance(row.get(name), str) for row in rows)}
     columns = {name: (name.replace("_", " "), "" if name in text else ".4g") for name in keys}
     tau, median, worst = (
         number(result.get(name), form)
@@ -225,10 +225,10 @@ def _measured(result: Mapping[str, Any], path: Path) -> Page:
         result.get("sentence")
         or f"Kendall tau of the simulator's order and the machine's: {tau}; median error {median}, worst {worst}."
     )
-    table = records(rows, columns, caption="Result", text=text)
+    table = records(rows, columns, caption="Result")
     parts = (Section(title="Result", blocks=(table,)), _origin(result, {"policies", "sentence", "rounds"}))
     title = "Does the simulator's winner win on the machine?"
-    return Page(title=title, subtitle=path.name, key_figures=(), parts=parts, verdict=verdict)
+    return Page(title=title, subtitle=path.name, parts=parts, verdict=verdict)
 
 
 def _origin(result: Mapping[str, Any], shown_above: set[str]) -> Part:
@@ -244,7 +244,7 @@ def _origin(result: Mapping[str, Any], shown_above: set[str]) -> Part:
     for key, value in settings.items():
         if isinstance(value, dict | list) and len(json.dumps(value)) > 80:
             name = key.replace("_", " ")
-            folded.append(Code(code=json.dumps(value, indent=2), label=name, summary=name))
+            folded.append(Code(code=json.dumps(value, indent=2), label=name, folded=True))
         elif value is not None:
             text = value if isinstance(value, str) else json.dumps(value)
             plain.append((key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else text))

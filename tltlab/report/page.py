@@ -28,19 +28,8 @@ _CHART_IN = 8.0
 """Width in inches of the widest figure that stands beside another on a page."""
 
 
-class OfPage:
-    """A block of a section."""
-
-    __slots__ = ()
-
-    @property
-    def kind(self) -> str:
-        """The name of the class, for the template."""
-        return type(self).__name__
-
-
 @frozen
-class Picture(OfPage):
+class Picture:
     """A chart in the page. `alt` describes it for readers who cannot see it, `caption` explains how to read it.
 
     The chart is an image at `source`, or `svg`, whose series (`names`) can be hidden one by one.
@@ -67,7 +56,7 @@ class Picture(OfPage):
 
 
 @frozen
-class Pictures(OfPage):
+class Pictures:
     """Pictures of one kind, of which a slider shows one at a time, `first` at first; without script all, in order.
 
     `label` names what differs ("RL step"), `names` its values.
@@ -80,7 +69,7 @@ class Pictures(OfPage):
 
 
 @frozen
-class PageTable(OfPage):
+class PageTable:
     """Rows of cells that are text already; all but the first column are set flush right unless `text_columns` has them.
 
     A table with `summary` is folded under it: for figures that few read. `links` are where the rows' first cells lead;
@@ -97,34 +86,26 @@ class PageTable(OfPage):
 
 
 @frozen
-class Facts(OfPage):
+class Facts:
     """Names and values, such as versions."""
 
     rows: tuple[tuple[str, str], ...]
 
 
 @frozen
-class Paragraph(OfPage):
-    """A paragraph; `strong` for a verdict."""
-
-    text: str
-    strong: bool = False
-
-
-@frozen
-class Items(OfPage):
+class Items:
     """A list of sentences, each under a short label."""
 
     rows: tuple[tuple[str, str], ...]
 
 
 @frozen
-class Code(OfPage):
-    """Commands or a configuration, to be copied; folded under `summary` where there is one."""
+class Code:
+    """Commands or a configuration, to be copied; `folded` under its label."""
 
     code: str
     label: str
-    summary: str | None = None
+    folded: bool = False
 
 
 @frozen
@@ -137,7 +118,7 @@ class Piece:
 
 
 @frozen
-class Transcript(OfPage):
+class Transcript:
     """Prompt and response of a model, in pieces; `label` has the facts."""
 
     label: str
@@ -145,7 +126,8 @@ class Transcript(OfPage):
     prompt: str = ""
 
 
-Block = Picture | Pictures | PageTable | Facts | Paragraph | Items | Code | Transcript
+Block = str | Picture | Pictures | PageTable | Facts | Items | Code | Transcript
+"""A text is a paragraph."""
 
 
 @frozen
@@ -193,26 +175,20 @@ def titled(title: str) -> Callable[[Callable[Arguments, Sequence[Block]]], Calla
 
 
 @frozen
-class Served:
-    """Additions to a page that `tltlab ui` serves.
+class Page:
+    """A whole report: the `verdict` and `key_figures` (name, value) stand on top, parts below in their order.
 
-    `home` leads to the list; with `live` the run continues, and the page is loaded again every ten seconds.
+    `tltlab ui` sets `home`, which leads to the list, and `live` where the run continues: the page is then loaded again
+    every ten seconds.
     """
 
+    title: str
+    subtitle: str = ""
+    key_figures: tuple[tuple[str, str], ...] = ()
+    parts: tuple[Part, ...] = ()
+    verdict: str = ""
     home: str = ""
     live: bool = False
-
-
-@frozen
-class Page:
-    """A whole report: the `verdict` and `key_figures` (name, value) stand on top, parts below in their order."""
-
-    title: str
-    subtitle: str
-    key_figures: tuple[tuple[str, str], ...]
-    parts: tuple[Part, ...]
-    verdict: str = ""
-    served: Served | None = None
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -238,6 +214,7 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["kind"] = lambda block: type(block).__name__
     return environment.get_template("report.html")
 
 
@@ -257,13 +234,12 @@ def records(
     columns: Mapping[str, tuple[str, str]],
     *,
     caption: str,
-    text: Sequence[str] = (),
     summary: str | None = None,
 ) -> PageTable:
     """A table of dicts. `columns` maps a key to its heading and number format ("" for text); keys that no row knows
-    are left out, `text` names text columns beside the first."""
+    are left out."""
     keys = [key for key in columns if any(row.get(key) is not None for row in rows)]
-    at_left = frozenset({0, *(i for i, key in enumerate(keys) if key in text)})
+    at_left = frozenset({0, *(i for i, key in enumerate(keys) if not columns[key][1])})
     cells = tuple(tuple(number(row.get(key), columns[key][1]) for key in keys) for row in rows)
     return PageTable(
         caption=caption, columns=tuple(columns[k][0] for k in keys), rows=cells, text_columns=at_left, summary=summary

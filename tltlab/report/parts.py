@@ -38,7 +38,6 @@ from .page import (
     Items,
     Lacking,
     PageTable,
-    Paragraph,
     Part,
     Picture,
     Pictures,
@@ -79,7 +78,7 @@ def findings_part(diagnosis: Diagnosis | TltlabError) -> Sequence[Block]:
     if isinstance(diagnosis, TltlabError):
         raise Lacking(diagnosis)
     checks = len(diagnosis.good) + len(diagnosis.not_checked) + len({f.code for f in diagnosis.findings})
-    blocks: list[Block] = [Paragraph(text="None of the known failure signatures was found.")]
+    blocks: list[Block] = ["None of the known failure signatures was found."]
     if diagnosis.findings:
         rows = []
         for finding in diagnosis.findings:
@@ -87,9 +86,9 @@ def findings_part(diagnosis: Diagnosis | TltlabError) -> Sequence[Block]:
             rows.append((f"{finding.severity}: {finding.title}{place}", f"{finding.evidence} {finding.advice}".strip()))
         blocks = [Items(rows=tuple(rows))]
     good = "; ".join(check.good for check in diagnosis.good)
-    blocks.append(Paragraph(text=f"Of {checks} checks these found nothing: {good or 'none'}."))
+    blocks.append(f"Of {checks} checks these found nothing: {good or 'none'}.")
     lacking = "; ".join(f"{name}: {why}" for name, why in diagnosis.not_checked)
-    return [*blocks, Paragraph(text=f"Checks that lacked data: {lacking or 'none'}.")]
+    return [*blocks, f"Checks that lacked data: {lacking or 'none'}."]
 
 
 @titled("Events")
@@ -124,7 +123,7 @@ def origin_part(run: Path, trace: Trace, run_json: Mapping[str, Any]) -> Sequenc
     files = {"The whole recipe": run_json.get("recipe"), "The policy file": read_object(run / "policy.json")}
     for name, value in files.items():
         if value:
-            blocks.append(Code(code=json.dumps(value, indent=2), label=name, summary=name))
+            blocks.append(Code(code=json.dumps(value, indent=2), label=name, folded=True))
     return blocks
 
 
@@ -137,9 +136,9 @@ def versions_of(source: Mapping[str, Any]) -> dict[str, str]:
 def repeat_blocks(argv: Any, unknown: str) -> list[Block]:
     """The command to repeat something, as a shell takes it; the sentence `unknown` where it is not known."""
     if not argv or not isinstance(argv, Sequence):
-        return [Paragraph(text=unknown)]
+        return [unknown]
     code = argv if isinstance(argv, str) else command_line([str(word) for word in argv])
-    return [Paragraph(text="To repeat it:"), Code(code=code, label="command to repeat")]
+    return ["To repeat it:", Code(code=code, label="command to repeat")]
 
 
 def command_line(argv: Sequence[str]) -> str:
@@ -211,7 +210,7 @@ def waterfall_part(trace: Trace, *, compute: bool) -> Sequence[Block]:
     shown = Pictures(pictures=tuple(pictures), label="policy", names=names, first=len(names) - 1)
     return [
         shown if len(names) > 1 else pictures[0],
-        records(rows, columns, caption=caption, text=("name", "what"), summary="Mean over all RL steps"),
+        records(rows, columns, caption=caption, summary="Mean over all RL steps"),
     ]
 
 
@@ -249,9 +248,9 @@ def _predictions(verification: Mapping[str, Any], source: str) -> Sequence[Block
     )
     agreed = f"On the dashed line prediction and measurement agree. {source}"
     return [
-        Paragraph(text=text),
+        text,
         Picture.of(figure, shape="square", alt=alt, caption=agreed),
-        records(rows, columns, caption=caption, text=("policy",), summary="Every RL step"),
+        records(rows, columns, caption=caption, summary="Every RL step"),
     ]
 
 
@@ -283,7 +282,7 @@ def responses_part(trace: Trace, run: Path, recipe: Any) -> Sequence[Block]:
         "tokenizer is not available. Marked text was drafted and kept. Point at it to see how much of a draft was kept."
         + ("" if names else " None is known.")
     )
-    blocks: list[Block] = [Paragraph(text=" ".join([lead, *(f"Note: {note}." for note in notes)]))]
+    blocks: list[Block] = [" ".join([lead, *(f"Note: {note}." for note in notes)])]
     if names:
         legend = tuple(Piece(text=name, drafter=colour) for name, colour in names.items())
         blocks.append(Transcript(label="Drafters", pieces=legend))
@@ -486,7 +485,7 @@ def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Sequence[Block]:
         memory = "" if num_bytes is None else f", which took {num_bytes / 2**30:.2f} GiB"
         num = f"{len(first['full'])} full and {len(first['piecewise'])} piecewise graphs{memory}"
         sentence = f"Captured by each of {len(captured)} engines: {num} ({first['runner']} runner, {mode})."
-        blocks.append(Paragraph(text=sentence))
+        blocks.append(sentence)
     shares_of = table.groupby(["draft_depth", "graph"])["duration"].sum().unstack(fill_value=0)
     decoding = table[table["prefill_tokens"] == 0]
     tokens = (decoding["batch"] + decoding["num_drafted"]).groupby(decoding["draft_depth"]).sum()
@@ -566,7 +565,7 @@ def steps_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Sequence[Bloc
         "share of worker time without decoding or drafter training. Tail: share of the time in which fewer than 1/8 of "
         "the responses ran."
     )
-    blocks.append(records(rows, columns, caption=caption, text=("policy",)))
+    blocks.append(records(rows, columns, caption=caption))
     stages = {
         "rl_step": ("RL step", "d"), "rollout_s": ("rollout s", ".2f"), "inference_s": ("inference s", ".2f"),
         "reward_s": ("reward s", ".3f"), "train_s": ("train s", ".2f"), "sync_s": ("sync s", ".3f"),
@@ -591,25 +590,36 @@ def steps_rows(trace: Trace, per_step: Sequence[Mapping[str, Any]]) -> list[dict
 
 
 def _step_pictures(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
-    steps = [row["rl_step"] for row in rows]
-    blocks: list[Block] = []
-    if all(row["reward"] is not None for row in rows):
-        reward = [row["reward"] for row in rows]
-        figure = lines({"reward": (steps, reward)}, xlabel="RL step", ylabel="mean reward", title="Reward")
-        alt = f"Mean reward of each RL step, from {reward[0]:.3f} to {reward[-1]:.3f}."
-        blocks.append(Picture.of(figure, alt=alt, caption="Mean reward of the responses of each RL step."))
-    by_policy: dict[str, tuple[list[int], list[float]]] = {}
+    by_policy: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        at, seconds = by_policy.setdefault(row["policy"] or "rollout", ([], []))
-        at.append(row["rl_step"])
-        seconds.append(row["rollout_s"])
-    figure = lines(by_policy, xlabel="RL step", ylabel="seconds", title="Rollout time by policy")
-    caption = (
+        by_policy.setdefault(row["policy"] or "rollout", []).append(row)
+    note = (
         "Seconds of rollout. Rows of different RL steps had different responses: compare policies on the same ones "
         "(tltlab compare) before you trust a difference."
     )
-    blocks.append(Picture.of(figure, alt="Seconds of rollout in each RL step.", caption=caption))
-    return blocks
+    return [
+        *_over_steps({"reward": rows}, "reward", "mean reward", "Reward"),
+        *_over_steps(by_policy, "rollout_s", "seconds", "Rollout time by policy", note),
+    ]
+
+
+def _over_steps(
+    rows_of: Mapping[str, Sequence[Mapping[str, Any]]], key: str, ylabel: str, title: str, note: str = ""
+) -> list[Block]:
+    """A line for each name: a figure over RL steps, captioned by its ends unless there is a note; [] if it is unknown.
+
+    `rows_of` are rows with their `rl_step`.
+    """
+    series: dict[str, tuple[list[int], list[float]]] = {}
+    for name, rows in rows_of.items():
+        points = [row for row in rows if row[key] is not None]
+        if points:
+            series[name] = [row["rl_step"] for row in points], [row[key] for row in points]
+    if not series:
+        return []
+    ends = "; ".join(f"{name}: {y[0]:.3g} at first, {y[-1]:.3g} at last" for name, (_, y) in series.items())
+    figure = lines(series, xlabel="RL step", ylabel=ylabel, title=title)
+    return [Picture.of(figure, alt=f"{title} over RL steps. {ends}.", caption=note or f"{ends}.")]
 
 
 @titled("Off-policy training")
@@ -623,18 +633,16 @@ def off_policy_part(trace: Trace) -> Sequence[Block]:
         f" Responses trained on have {bias.iloc[-1]:.0%} of the mean length of those generated: below 100 % long ones "
         "are starved."
     )  # fmt: skip
-    series = {"updates behind": (steps["rl_step"], steps["staleness"].astype(float))}
-    figure = lines(series, xlabel="RL step", ylabel="updates", title="Age of the tokens trained on")
-    alt = f"Mean updates behind in each RL step, {number(steps['staleness'].iloc[-1], '.2f')} at last."
+    rows, title = json_rows(steps), "Age of the tokens trained on"
     caption = f"Updates between the policy that drew a token and the one that learns from it, mean.{note}"
-    picture = Picture.of(figure, alt=alt, caption=caption)
+    pictures = _over_steps({"updates behind": rows}, "staleness", "updates", title, caption)
     columns = {
         "rl_step": ("RL step", "d"), "staleness": ("updates behind, mean", ".2f"),
         "off_policy_share": ("tokens of older policies", ".1%"), "dropped_groups": ("groups dropped so far", ".0f"),
         "length_bias": ("length trained on / generated, so far", ".3f"),
     }  # fmt: skip
     caption = "Of the tokens that each RL step trained on."
-    return [picture, records(json_rows(steps), columns, caption=caption, summary="RL step by RL step")]
+    return [*pictures, records(rows, columns, caption=caption, summary="RL step by RL step")]
 
 
 def side_by_side_parts(first: Trace, second: Trace, *, names: tuple[str, ...]) -> tuple[Part, ...]:
@@ -645,22 +653,12 @@ def side_by_side_parts(first: Trace, second: Trace, *, names: tuple[str, ...]) -
 @titled("Over the run")
 def _both_over(traces: Mapping[str, Trace]) -> Sequence[Block]:
     rows = {name: steps_rows(trace, metrics.per_step(trace)) for name, trace in traces.items()}
-    blocks: list[Block] = []
-    for key, ylabel, title in (
-        ("reward", "mean reward", "Reward"),
-        ("rollout_s", "seconds", "Rollout time"),
-        ("mean_accept_length", "tokens per draft", "Accept length"),
-        ("p95_tokens", "tokens", "95th percentile of lengths"),
-    ):
-        series: dict[str, tuple[list[int], list[float]]] = {}
-        for name, of_run in rows.items():
-            points = [row for row in of_run if row[key] is not None]
-            if points:
-                series[name] = [row["rl_step"] for row in points], [row[key] for row in points]
-        if series:
-            ends = "; ".join(f"{name}: {y[0]:.3g} at first, {y[-1]:.3g} at last" for name, (_, y) in series.items())
-            figure = lines(series, xlabel="RL step", ylabel=ylabel, title=title)
-            blocks.append(Picture.of(figure, alt=f"{title} over RL steps. {ends}.", caption=f"{ends}."))
+    blocks = [
+        *_over_steps(rows, "reward", "mean reward", "Reward"),
+        *_over_steps(rows, "rollout_s", "seconds", "Rollout time"),
+        *_over_steps(rows, "mean_accept_length", "tokens per draft", "Accept length"),
+        *_over_steps(rows, "p95_tokens", "tokens", "95th percentile of lengths"),
+    ]
     if not blocks:
         raise Lacking("neither has responses")
     return blocks

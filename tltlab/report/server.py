@@ -27,7 +27,7 @@ from tltlab.traces.schema import is_trace
 from tltlab.traces.storage import is_unfinished
 from tltlab.traces.trace import locate, run_folder
 
-from .page import POLICY, Page, PageTable, Section, Served, render
+from .page import POLICY, Page, PageTable, Section, render
 from .parts import diagnosis_of, events_part
 from .write import compare_runs, key_figures, report, verdict
 
@@ -87,7 +87,7 @@ class Runs:
             key_figures=(("runs", str(len(runs))), (_LIVE, str(num_live))),
             parts=(Section(title="All of them", blocks=(table,)),),
             verdict="" if runs else "Neither a run nor a trace is here: `tltlab train` and `tltlab demo` write runs.",
-            served=Served(live=num_live > 0),
+            live=num_live > 0,
         )
 
     def page(self, *names: str) -> Page:
@@ -95,7 +95,7 @@ class Runs:
         runs = self.paths()
         paths = [runs[name] for name in names]
         page = _page(*((path, _changed(path)) for path in paths))
-        return replace(page, served=Served(home=".", live=any(_state(path) == _LIVE for path in paths)))
+        return replace(page, home=".", live=any(_state(path) == _LIVE for path in paths))
 
 
 _PARTS = ("trace", "checkpoints")
@@ -143,7 +143,7 @@ def _page(*runs: tuple[Path, int]) -> Page:
         return compare_runs(path, *others) if others else report(path, verify=False)
     except TltlabError as error:
         parts = (events_part(run_folder(locate(path))),)
-        return Page(title=path.name, subtitle=_state(path), key_figures=(), parts=parts, verdict=str(error))
+        return Page(title=path.name, subtitle=_state(path), parts=parts, verdict=str(error))
 
 
 class Server(ThreadingHTTPServer):
@@ -199,8 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, why = HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}"
             progress(f"{self.path[:200]}: {why}")
         if why:
-            served = Served(home=".")
-            page = Page(title=status.phrase, subtitle="", key_figures=(), parts=(), verdict=why, served=served)
+            page = Page(title=status.phrase, verdict=why, home=".")
         data = render(page).encode()
         self.send_response(status)
         for name, value in {**_HEADERS, "Content-Length": str(len(data))}.items():

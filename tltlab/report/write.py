@@ -16,7 +16,7 @@ from tltlab.traces import metrics
 from tltlab.traces.trace import Trace, is_trace, locate, run_folder
 
 from .comparison import comparison_page
-from .page import Block, Lacking, Page, PageTable, Paragraph, Section, number, render, titled
+from .page import Block, Lacking, Page, PageTable, Section, number, render, titled
 from .parts import (
     acceptance_part,
     arms_part,
@@ -136,14 +136,14 @@ def compare_runs(first: str | Path, second: str | Path) -> Page:
     caption = "Over all RL steps of each. Different runs had different responses and perhaps different machines."
     blocks = (
         PageTable(caption=caption, columns=("figure", *names), rows=rows),
-        Paragraph(text="tltlab compare replays policies on the same responses with common random numbers."),
+        "tltlab compare replays policies on the same responses with common random numbers.",
     )
     parts = (
         Section(title="Figures", blocks=blocks),
         *side_by_side_parts(*traces, names=names),
         _settings_part([read_object(run / "run.json").get("recipe") for run in runs], names),
     )
-    return Page(title=" and ".join(names), subtitle=" · ".join(map(str, runs)), key_figures=(), parts=parts)
+    return Page(title=" and ".join(names), subtitle=" · ".join(map(str, runs)), parts=parts)
 
 
 @titled("Settings that differ")
@@ -155,7 +155,7 @@ def _settings_part(recipes: Sequence[Any], names: tuple[str, ...]) -> Sequence[B
     keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if flat[0].get(key) != flat[1].get(key)]
     rows = tuple((key, *(json.dumps(of_run[key]) if key in of_run else "–" for of_run in flat)) for key in keys)
     if not rows:
-        return [Paragraph(text="None: both were started with the same recipe.")]
+        return ["None: both were started with the same recipe."]
     columns = ("setting", *names)
     return [PageTable(caption="From run.json.", columns=columns, rows=rows, text_columns=frozenset({0, 1, 2}))]
 

@@ -22,7 +22,7 @@ from tltlab.charts import bars, data_uri, inline_svg, lines, save_figure, scatte
 from tltlab.doctor.signatures import Diagnosis, Finding
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import write_json
-from tltlab.report.page import Absent, PageTable, Section, Transcript, render
+from tltlab.report.page import Absent, PageTable, Pictures, Section, Transcript, render
 from tltlab.report.parts import (
     acceptance_part,
     command_line,
@@ -78,7 +78,7 @@ def test_what_iterations_ran_in_is_told_by_draft_depth():
     captured = {"runner": "V1", "mode": "FULL", "full": [[9, None]], "piecewise": [], "num_bytes": 2**30}
     part = graphs_part(ran, {"planned": None, "captured": [captured, captured]})
     told, table = part.blocks
-    assert all(fact in told.text for fact in ("2 engines", "1 full", "0 piecewise", "1.00 GiB"))
+    assert all(fact in told for fact in ("2 engines", "1 full", "0 piecewise", "1.00 GiB"))
     assert table.columns[2:] == ("one full graph", "piecewise", "no graph", "padding of decoding")
     assert {row[0]: row[2:] for row in table.rows}["plain"] == ("0.0%", "100.0%", "0.0%", "50.0%")
     assert all(row[2:4] == ("100.0%", "0.0%") for row in table.rows if row[0] != "plain")
@@ -156,7 +156,7 @@ def test_the_verdict_comes_before_a_slider_of_timelines(page, made):
     text = page.read_text()
     assert made.verdict.startswith("Workers were idle for ")
     assert text.index("Workers were idle for ") < text.index("<dl class=") < text.index("<h2")
-    (slides,) = [block for section in made.sections for block in section.blocks if block.kind == "Pictures"]
+    (slides,) = [block for section in made.sections for block in section.blocks if isinstance(block, Pictures)]
     assert slides.names == ("0", "1")
     assert "of median rollout time" in slides.pictures[slides.first].caption
     assert text.count('data-name="') == len(slides.pictures)
@@ -221,7 +221,7 @@ def test_responses_are_marked_where_a_draft_was_kept(tmp_path):
         ("0 ", 0), ("1 2 ", 1), ("3 4 ", 0), ("5 ", 1), ("6 ", 0)
     ]  # fmt: skip
     assert longest.pieces[1].title == "ngram: 2 of up to 2 drafted tokens were kept"
-    assert "token ids are shown" in part.blocks[0].text.lower()
+    assert "token ids are shown" in part.blocks[0].lower()
 
 
 def test_a_long_response_begins_in_its_own_words(tmp_path):
@@ -233,7 +233,7 @@ def test_a_long_response_begins_in_its_own_words(tmp_path):
     part = responses_part(of_lengths([600]).replace(tokens=tokens), tmp_path, None)
     (told,) = (block for block in part.blocks if isinstance(block, Transcript))
     assert [piece.text for piece in told.pieces] == [" ".join("ab" * 200)]
-    assert "attributed" in part.blocks[0].text
+    assert "attributed" in part.blocks[0]
 
 
 def test_lengths_alone_make_a_page(tmp_path):
