@@ -150,7 +150,7 @@ class Engine:
             self.control.resume()
 
     def capture(self, sink: Sink | None, *, max_bytes: int | None = None) -> None:
-        """Pass each later response that ends by itself to `sink`, as soon as it ends; None stops the capture.
+        """Pass each later response that ends by itself to `sink`, with the next iteration; None stops the capture.
 
         A `TrainingSequence` has the hidden states of the passes that generated it, in the engine's dtype, on the host:
         those of the last layer after the final norm and those that vLLM hands an EAGLE-3 drafter. It begins where a
@@ -158,8 +158,8 @@ class Engine:
 
         Running requests hold at most `max_bytes`, by default `CAPTURE_SHARE` of the host's free memory. Beyond that,
         requests likely to be in the tail are kept (`captured` counts the others). With tensor parallelism the sink is
-        pickled, runs in the process of the model's rank 0, and receives a response with the next iteration; ConfigError
-        for a sink that cannot be pickled. An exception in the sink ends the capture, not the rollout.
+        pickled and runs in the process of the model's rank 0; ConfigError for a sink that cannot be pickled. An
+        exception in the sink ends the capture, not the rollout.
         """
         adapter.start_capture(self.llm, sink, capture_room() if max_bytes is None else max_bytes)
 

@@ -1,15 +1,14 @@
 """Capture of the target's hidden states in a live engine: each ended response becomes a `TrainingSequence`.
 
 Both model runners keep the states of a forward pass (`execute_model_state`) until they sample from it; `RunnerCapture`
-copies rows there. On CUDA rows are copied on a separate stream, through pinned memory. Under tensor parallelism rank
-0's runner copies them, in its own process, and receives orders with the next iteration.
+copies rows there. On CUDA rows are copied on a separate stream, through pinned memory. Rank 0's
+runner copies them, in its own process under tensor parallelism, and receives orders with the next iteration.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -84,28 +83,51 @@ class NullCapture(Observer):
         return self._previous
 
 
-class Capture(NullCapture, ABC):
-    """Captures each request that arrives from now on and ends with "stop" or "length"."""
+class Capture(NullCapture):
+    """Captures each request that arrives from now on and ends with "stop" or "length", by the `executor`'s rank 0.
+
+    Orders to its `RunnerCapture` are sent with the next iteration, or, when idle, in their own message.
+    """
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        self._orders: list[tuple[str, tuple[Any, ...]]] = []
 
     def arrived(self, live: LiveRequest) -> None:
         if not self.paused:
-            self.keep(live.name, live.prompt_id, len(live.prompt))
+            self._orders.append(("keep", (live.name, live.prompt_id, len(live.prompt))))
 
     def left(self, live: LiveRequest, reason: str | None) -> None:
         whole = reason in ("stop", "length")
         text = np.array([*live.prompt, *live.output], np.int32) if whole else None
-        self.hand_over(live.name, live.key, len(live.prompt), text)
+        self._orders.append(("hand_over", (live.name, live.key, len(live.prompt), text)))
 
-    @abstractmethod
-    def keep(self, request_id: str, prompt_id: str, prompt_tokens: int) -> None:
-        """Store the rows of this request from now on."""
+    def scheduled(self, output: Any) -> None:
+        if self._orders:
+            setattr(output, _ATTRIBUTE, self._orders)
+            self._orders = []
 
-    @abstractmethod
-    def hand_over(self, request_id: str, key: Key, prompt_tokens: int, text: Tokens | None) -> None:
-        """Hand over the rows of a request with the tokens `text`, or drop them for None."""
+    def returned(self) -> None:
+        self._orders.append(("returned", ()))
+
+    def idle(self) -> None:
+        orders, self._orders = self._orders, []
+        if orders:
+            self._ask("execute", orders)
+
+    def stop(self) -> Captured:
+        self._orders = []
+        return cast(Captured, self._ask("stop"))
+
+    @property
+    def captured(self) -> Captured:
+        return cast(Captured, self._ask("captured"))
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        return self._executor.collective_rpc(_on_rank_0, args=(name, args))[0]
 
 
-class RunnerCapture(Capture):
+class RunnerCapture:
     """Copies rows from `runner`, in its process, and passes each ended request to `sink`.
 
     `max_positions` is the engine's context in tokens, `max_tokens` the most an iteration computes. Running requests
@@ -145,21 +167,26 @@ class RunnerCapture(Capture):
         runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
 
     def execute(self, orders: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
-        """Execute the orders of a `RemoteCapture`, in that order."""
+        """Execute the orders of a `Capture`, in that order."""
         for name, args in orders:
             getattr(self, name)(*args)
 
     def keep(self, request_id: str, prompt_id: str, prompt_tokens: int) -> None:
+        """Store the rows of this request from now on."""
         if self._active:
             self._store.open(request_id)
             self._prompts[request_id] = prompt_id, prompt_tokens
 
     def returned(self) -> None:
+        """Note that the output of the oldest iteration in flight is known."""
         self._call(lambda: self._copies.land(self._store))
 
     def hand_over(self, *ended: Any) -> None:
+        """Hand over the rows of a request with the tokens of its text, or drop them for None."""
         self._call(self._hand_over, *ended)
 
+    # Workers call this in inference mode, whose tensors cannot be used for training.
+    @torch.inference_mode(False)
     def _hand_over(self, request_id: str, key: Key, prompt_tokens: int, text: Tokens | None) -> None:
         self._copies.settle(self._store)
         rows = self._store.close(request_id, 0 if text is None else len(text) - 1)
@@ -169,17 +196,15 @@ class RunnerCapture(Capture):
         self._lengths.finished(key[1], len(text) - prompt_tokens)
         if rows is None:
             return
-        # Workers call this in inference mode, whose tensors cannot be used for training.
-        with torch.inference_mode(False):
-            sequence = TrainingSequence(
-                key=key,
-                token_ids=torch.from_numpy(text[rows.first :].astype(np.int64)),
-                hidden=rows.hidden,
-                aux=rows.aux,
-                first_position=rows.first,
-                prompt_tokens=max(prompt_tokens - rows.first, 0),
-            )
-            self._sink(sequence)
+        sequence = TrainingSequence(
+            key=key,
+            token_ids=torch.from_numpy(text[rows.first :].astype(np.int64)),
+            hidden=rows.hidden,
+            aux=rows.aux,
+            first_position=rows.first,
+            prompt_tokens=max(prompt_tokens - rows.first, 0),
+        )
+        self._sink(sequence)
         self._sequences += 1
         self._rows += sequence.num_rows
 
@@ -196,6 +221,7 @@ class RunnerCapture(Capture):
         return generated if expected is None else generated + expected[1]
 
     def stop(self) -> Captured:
+        """Stop capturing, drop the rows of running requests and return the statistics."""
         self._active = False
         for name in ("execute_model", "sample_tokens"):
             self._runner.__dict__.pop(name, None)
@@ -206,6 +232,7 @@ class RunnerCapture(Capture):
 
     @property
     def captured(self) -> Captured:
+        """Statistics of this capture."""
         return Captured(
             sequences=self._sequences,
             rows=self._rows,
@@ -217,47 +244,6 @@ class RunnerCapture(Capture):
         )
 
 
-class RemoteCapture(Capture):
-    """The `RunnerCapture` of rank 0, from the engine core's process with the executor `executor`.
-
-    Orders are sent with the next iteration, or, when idle, in their own message.
-    """
-
-    def __init__(self, executor: Any) -> None:
-        self._executor = executor
-        self._orders: list[tuple[str, tuple[Any, ...]]] = []
-
-    def keep(self, *args: Any) -> None:
-        self._orders.append(("keep", args))
-
-    def scheduled(self, output: Any) -> None:
-        if self._orders:
-            setattr(output, _ATTRIBUTE, self._orders)
-            self._orders = []
-
-    def returned(self) -> None:
-        self._orders.append(("returned", ()))
-
-    def hand_over(self, *args: Any) -> None:
-        self._orders.append(("hand_over", args))
-
-    def idle(self) -> None:
-        orders, self._orders = self._orders, []
-        if orders:
-            self._ask("execute", orders)
-
-    def stop(self) -> Captured:
-        self._orders = []
-        return cast(Captured, self._ask("stop"))
-
-    @property
-    def captured(self) -> Captured:
-        return cast(Captured, self._ask("captured"))
-
-    def _ask(self, name: str, *args: Any) -> Any:
-        return self._executor.collective_rpc(_on_rank_0, args=(name, args))[0]
-
-
 def start_capture(core: Any, sink: bytes | Sink | None, max_bytes: int) -> None:
     """Make the engine core of this process capture for `sink` from now on; None stops the capture.
 
@@ -267,8 +253,7 @@ def start_capture(core: Any, sink: bytes | Sink | None, max_bytes: int) -> None:
     capture = NullCapture(before.stop())
     if sink is not None:
         executor.collective_rpc(_attach, args=(sink, max_bytes))
-        worker = getattr(executor, "driver_worker", None)
-        capture = RemoteCapture(executor) if worker is None else getattr(worker.model_runner, _ATTRIBUTE)
+        capture = Capture(executor)
     core.scheduler.capture = capture
     control.observers = (*(each for each in control.observers if each is not before), capture)
 

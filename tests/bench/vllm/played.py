@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -32,7 +33,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.tracker import Stopwatch
-from tltlab.runtime.engine.vllm.capture import RunnerCapture
+from tltlab.runtime.engine.vllm.capture import Capture, RunnerCapture
 from tltlab.runtime.engine.vllm.options import vllm_options
 from tltlab.runtime.engine.vllm.scheduler import PolicyScheduler, record_only
 
@@ -301,6 +302,7 @@ class PlayedEngine:
         accepted = sum(len(tokens) - 1 for i, tokens in zip(ids, sampled, strict=True) if drafts.get(i))
         self._now_s += _ITERATION_S + _TOKEN_S * drafted / len(ids)
         if self._runner is not None:
+            self._call(us, self.clock.switching(self._runner.execute_model, _CAPTURED), output)
             self._runner.ran(output.num_scheduled_tokens)
             self._call(us, self.clock.switching(self._runner.sample_tokens, _CAPTURED))
         depth = output.num_spec_tokens_to_schedule
@@ -446,7 +448,7 @@ class _Runner:
         self.device = torch.device("cpu")
         self._computed: dict[str, int] = {}
 
-    def execute_model(self) -> None:
+    def execute_model(self, output: SchedulerOutput) -> None:
         """Nothing is computed here."""
 
     def sample_tokens(self) -> None:
@@ -470,6 +472,6 @@ def _capture(scheduler: Any) -> _Runner:
     runner = _Runner()
     rows = RunnerCapture(runner, lambda sequence: None, max_bytes=1 << 30, max_positions=4096, max_tokens=1 << 20)
     rows.attach()
-    scheduler.capture = rows
-    scheduler.control.observers += (rows,)
+    scheduler.capture = Capture(None)  # it is never idle
+    scheduler.control.observers += (scheduler.capture,)
     return runner

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -103,7 +104,7 @@ def test_states_are_hugging_faces(engine, target, policy, preempted):
 
 
 @pytest.mark.engine
-def test_sequence_comes_with_iteration_that_ends_it(engine, target):
+def test_sequence_comes_with_iteration_after_its_last(engine, target):
     """One that is aborted never does."""
     found = []
     ended = []
@@ -116,7 +117,7 @@ def test_sequence_comes_with_iteration_that_ends_it(engine, target):
     asked = requests(12, 80)
     rollout = engine.generate(asked, rl_step=0, temperature=1.0, until=until)
     engine.capture(None)
-    assert all(responses == captured for responses, captured in ended)
+    assert all(captured == responses for (responses, _), (_, captured) in pairwise(ended))
     assert any(r.finish_reason == "abort" for r in rollout.responses)
     check(found, rollout, asked, target)
 
