@@ -29,10 +29,6 @@ from tltlab.runtime.engine.tracker import Stopwatch
 
 Sink = Callable[[TrainingSequence], None]
 
-WAIT_ITERATIONS = 16
-WAIT_ROWS = 1024
-"""Numbers of iterations, and of their rows, that may wait on a CPU to be stored together."""
-
 _ATTRIBUTE = "tltlab_capture"
 """Attribute of a model runner for its capture, and of a `SchedulerOutput` for orders to the capture."""
 
@@ -188,7 +184,6 @@ class RunnerCapture:
     # Workers call this in inference mode, whose tensors cannot be used for training.
     @torch.inference_mode(False)
     def _hand_over(self, request_id: str, key: Key, prompt_tokens: int, text: Tokens | None) -> None:
-        self._copies.settle(self._store)
         rows = self._store.close(request_id, 0 if text is None else len(text) - 1)
         self._prompts.pop(request_id, None)
         if text is None:
@@ -313,25 +308,12 @@ def _batch_of(runner: Any) -> _Batch | None:
 
 
 class _HostCopies:
-    """Storage of states that are already on the host, in fresh tensors each time, so that they can wait.
-
-    Rows are stored several iterations at a time: after a forward pass the store is not in the cache, and cache misses
-    dominate its cost.
-    """
-
-    def __init__(self) -> None:
-        self._batches: list[_Batch] = []
-        self._num_rows = 0
+    """States that are already on the host: their rows are stored at once."""
 
     def leave(self, store: RowStore, batch: _Batch | None) -> None:
         """Take over an iteration's states, on the device."""
-        if batch is None:
-            return
-        num_rows = int(batch.bounds[-1])
-        self._batches.append(batch.kept(batch.positions[:num_rows].clone(), batch.hidden, batch.aux))
-        self._num_rows += num_rows
-        if len(self._batches) >= WAIT_ITERATIONS or self._num_rows >= WAIT_ROWS:
-            self.settle(store)
+        if batch is not None:
+            batch.put_into(store)
 
     def clear(self) -> None:
         """Protect the states from work that is queued on the device from now on."""
@@ -339,18 +321,11 @@ class _HostCopies:
     def land(self, store: RowStore) -> None:
         """Note that the output of the oldest iteration that left is known."""
 
-    def settle(self, store: RowStore) -> None:
-        """Store the rows of all iterations that landed, before a request leaves."""
-        batches, self._batches, self._num_rows = self._batches, [], 0
-        for batch in batches:
-            batch.put_into(store)
-
 
 class _PinnedCopies(_HostCopies):
     """Copies of iterations that leave a CUDA device while it samples and drafts, and land with their outputs."""
 
     def __init__(self, device: torch.device, max_tokens: int) -> None:
-        super().__init__()
         self._stream = torch.cuda.Stream(device)
         self._max_tokens = max_tokens
         self._transfers: deque[tuple[_Batch, list[Tensor], Any] | None] = deque()
