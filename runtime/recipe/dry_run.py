@@ -157,18 +157,11 @@ class MemorySizes:
         self.history_bytes = sum(most if bound is None else min(bound * 2**20, most) for bound in bounds)
 
 
-def memory_table(sizes: MemorySizes) -> MemoryPlan:
-    """Return all parts. ConfigError where tensor parallelism does not divide the heads, or no full response fits."""
-    table = MemoryPlan("GPU" if sizes.on_gpu else "host")
-    for rows_of in (_engine, _trainer, _drafter, _driver):
-        rows_of(sizes, table)
-    return table
-
-
 def _engine(sizes: MemorySizes, table: MemoryPlan) -> None:
     """Add a rollout worker's parts. With a known GPU vLLM's KV cache is the rest of its share.
 
-    Asleep (level 1) an engine keeps its weights on the host, pinned: torch never frees that memory.
+    ConfigError where tensor parallelism does not divide the heads, or no full response fits. Asleep (level 1) an engine
+    keeps its weights on the host, pinned: torch never frees that memory.
     """
     recipe, shape, value, tokens, running = sizes.recipe, sizes.shape, sizes.engine_value, sizes.tokens, sizes.running
     rollout, tp, drafter = recipe.rollout, recipe.rollout.tensor_parallel_size, recipe.drafter
@@ -445,8 +438,10 @@ def plan_of(recipe: Recipe) -> RunPlan:
     """
     sizes = MemorySizes(recipe)
     shape, bundles, gpu, build = sizes.shape, sizes.bundles, sizes.gpu, sizes.build
-    table = memory_table(sizes)
-    memory = _memory(table, bundles, _on_first_node(recipe, bundles))
+    table = MemoryPlan("GPU" if sizes.on_gpu else "host")
+    for rows_of in (_engine, _trainer, _drafter, _driver):
+        rows_of(sizes, table)
+    memory = tuple(_memory(table, bundles, _on_first_node(recipe, bundles)))
     fits = None if gpu is None else _fits(bundles, memory, gpu)
     system, notes = system_settings(recipe)
     if table.at_once < sizes.running:
@@ -499,21 +494,20 @@ def _on_first_node(recipe: Recipe, bundles: Bundles) -> Counter[str]:
     return Counter({**counts, DRIVER: 1, STORE: 1, RAY: 1})
 
 
-def _memory(table: MemoryPlan, bundles: Bundles, counts: Counter[str]) -> tuple[Memory, ...]:
-    """Return memory by place and phase: a GPU or process of each kind, then the fullest host."""
+def _memory(table: MemoryPlan, bundles: Bundles, counts: Counter[str]) -> Iterator[Memory]:
+    """Yield memory by place and phase: a GPU or process of each kind, then the fullest host."""
     if bundles.colocated:
         places = {"a GPU": [WORKER, RANK, SPOT]}
     elif bundles.all:
         places = {"a rollout worker's GPU": [WORKER, SPOT], "a trainer rank's GPU": [RANK]}
     else:
         places = {f"a {process}'s process": [process] for process in (WORKER, RANK, SPOT)}
-    found: list[tuple[str, Device, str, list[MemoryPart]]] = [
-        (place, table.device, phase, [part for process in processes for part in table.of(process, table.device, phase)])
-        for place, processes in places.items()
-        for phase in PHASES
-    ]
+    for place, processes in places.items():
+        for phase in PHASES:
+            parts = [part for process in processes for part in table.of(process, table.device, phase)]
+            yield from _at(place, table.device, phase, parts)
     for phase in PHASES:
-        on_host = [
+        parts = [
             replace(part, num_bytes=count * part.num_bytes, formula=f"{count} x ({part.formula})")
             if (count := counts[process]) > 1
             else part
@@ -521,12 +515,13 @@ def _memory(table: MemoryPlan, bundles: Bundles, counts: Counter[str]) -> tuple[
             if counts[process]
             for part in table.of(process, "host", phase)
         ]
-        found.append(("the driver's host", "host", phase, on_host))
-    return tuple(
-        Memory(where=where, device=device, phase=phase, parts=tuple(parts), total_bytes=sum(p.num_bytes for p in parts))
-        for where, device, phase, parts in found
-        if parts
-    )
+        yield from _at("the driver's host", "host", phase, parts)
+
+
+def _at(where: str, device: Device, phase: str, parts: Sequence[MemoryPart]) -> Iterator[Memory]:
+    if parts:
+        total = sum(part.num_bytes for part in parts)
+        yield Memory(where=where, device=device, phase=phase, parts=tuple(parts), total_bytes=total)
 
 
 def _memory_tables(memory: Sequence[Memory], gpu_bytes: float | None) -> Iterator[str]:

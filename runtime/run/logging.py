@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -124,23 +124,13 @@ class RunLog:
                 self.print(f"{name} failed and receives nothing more: {_short(error)}")
 
 
-class Logger(Protocol):
-    """Sends the figures of RL steps to `project`; the run is in the folder `out` and begins at step `resume_from`."""
-
-    def __init__(self, project: Any, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None: ...
-
-    def step(self, rl_step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self, *, failed: bool) -> None: ...
-
-
 def _short(error: Exception) -> str:
     text = re.sub(r"://[^/@\s]*@", "://***@", one_line(error))  # hides a server's user and password
     return f"{type(error).__name__}: {text[:300]}"
 
 
 class TensorBoard:
-    """Event files, one per process."""
+    """Event files, one per process; `out` is the run's folder, which begins at the RL step `resume_from`."""
 
     def __init__(self, project: bool, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None:
         self._writer = EventFileWriter(str(out / "tensorboard"))
@@ -167,7 +157,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Rows over `rl_step`. A process killed offline loses the last five seconds or so of W&B's values."""
+    """Rows of `project` over `rl_step`. A process killed offline loses the last five seconds or so of W&B's values."""
 
     def __init__(self, project: str, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None:
         import wandb
@@ -204,6 +194,8 @@ class Wandb:
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
+
+Logger = TensorBoard | Wandb
 
 LOGGERS: dict[str, tuple[str, type[Logger]]] = {
     "tensorboard": ("TensorBoard", TensorBoard),
