@@ -116,15 +116,6 @@ class Control:
         self.driver.take(None)
         self._batch_places, self._least_room = None, 0
 
-    def suspend(self) -> None:
-        """Decode plainly until `resume`; the policy neither chooses nor learns."""
-        self._suspended_policy = self.driver.selector, self.driver.budget
-        self.set_selector(None)
-
-    def resume(self) -> None:
-        """Restore the policy that `suspend` set aside."""
-        self.set_selector(*self._suspended_policy)
-
     def remember(self, responses: Sequence[ResponseTokens]) -> None:
         """Add responses of other workers, (key, prompt, response) each, to drafters and budget."""
         self.drafters.remember(responses)

@@ -142,12 +142,13 @@ class Engine:
         self, requests: Sequence[GenerationRequest], *, temperature: float, follow_ups: FollowUps | None = None
     ) -> Rollout:
         """Generate without speculation and uncaptured; the active policy neither chooses nor learns."""
-        self.control.suspend()
+        policy = self.control.driver.selector, self.control.driver.budget
+        self.control.set_selector(None)
         try:
             with self.uncaptured():
                 return self.generate(requests, rl_step=-1, temperature=temperature, follow_ups=follow_ups)
         finally:
-            self.control.resume()
+            self.control.set_selector(*policy)
 
     def capture(self, sink: Sink | None, *, max_bytes: int | None = None) -> None:
         """Pass each later response that ends by itself to `sink`, with the next iteration; None stops the capture.

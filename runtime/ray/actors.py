@@ -201,9 +201,5 @@ def error_of(error: Exception, *, died: type[RunError] = RunError) -> TltlabErro
     if isinstance(cause, TltlabError):
         return cause
     if isinstance(cause, RayActorError):
-        return died(f"an actor failed: {_first_line(cause)}")
-    return RunError(f"an actor failed: {type(cause).__name__}: {_first_line(cause)}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:300]
+        return died(f"an actor failed: {last_line(cause)}")
+    return RunError(f"an actor failed: {type(cause).__name__}: {one_line(cause)[:300]}")
