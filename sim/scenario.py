@@ -445,16 +445,22 @@ class Scenario(SimulationConfig):
             floors.append(Floors.of(regimes, costs, shape, max(map(len, self.steps), default=1)))
         # All gain alike in every iteration: then sharing a worker has an exact price.
         alike = not any(s.speculates for s in strategies) or (model is not None and model.varies_by == "nothing")
-        bounds_s = np.zeros((2, len(self.steps)))
-        for at, step in enumerate(self.steps):
-            if not step.lengths.any():
-                continue
-            bound_s = lower_bound_s(step, floors, model, self.seed)
+
+        def least(step: Requests, shapes: Sequence[Floors]) -> float:
+            bound_s = lower_bound_s(step, shapes, model, self.seed)
             if alike:
-                bound_s = max(bound_s, shared_bound_s(step, floors))
+                bound_s = max(bound_s, shared_bound_s(step, shapes))
             if step.turns is not None and self.max_tools is not None:
                 bound_s = max(bound_s, sum(step.turns.tool_s) / self.max_tools)
-            bounds_s[:, at] = bound_s, max(bound_s, fixed_bound_s(step, floors[0], model, self.seed))
+            return bound_s
+
+        bounds_s = np.zeros((2, len(self.steps)))
+        for at, step in enumerate(self.steps):
+            if step.lengths.any():
+                moving_s = staying_s = least(step, floors)
+                if len(floors) > 1:
+                    staying_s = least(step, floors[:1])
+                bounds_s[:, at] = moving_s, max(staying_s, fixed_bound_s(step, floors[0], model, self.seed))
         return np.minimum(bounds_s + self.costs.outside_s * (bounds_s > 0), alone)
 
 

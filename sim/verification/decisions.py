@@ -8,7 +8,6 @@ the trace. A policy for which the simulation equals the engine makes the recorde
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path

@@ -27,7 +27,9 @@ from .rollout import (
 SAMPLES = 16
 """Samples of the lengths of a rollout over which a planner's seconds are means."""
 LEAST_GAIN = 0.1
-"""Share of the rest of a rollout that a planner must expect to save before it moves anything, as beliefs err."""
+"""Share of the rest of a rollout that a gather must be expected to save, as beliefs err."""
+LEAST_MOVED = 0.02
+"""The same of a single move."""
 
 
 class Gatherer(RolloutPlanner):
@@ -123,7 +125,7 @@ class Rebalancer(RolloutPlanner):
             worker[request] = target
             after_s = last_s.copy()
             after_s[[source, target]] = ends_s(source), ends_s(target)
-            if after_s.max() > last_s.max() * (1.0 - LEAST_GAIN):
+            if after_s.max() > last_s.max() * (1.0 - LEAST_MOVED):
                 return actions
             last_s = after_s
             actions.append(Move(key=state.keys[request], worker=target))
