@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tltlab.sim.study.what_if import WhatIf
     from tltlab.sim.tuning.tune import TuneResult
 
-STAYING = "staying: above the bound where all stay on their workers"
+STAYING = "; staying: above the bound where all stay on their workers"
 
 
 def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -88,7 +88,9 @@ def comparison_text(found: Comparison, rows: Sequence[Mapping[str, Any]], *, sam
     lines += filter(None, [granted_text(rows, kind)])
     nums = [row.get("num_rl_steps", attrs["num_rl_steps"]) for row in rows]
     steps = sample_text(nums, attrs["num_rl_steps_of"], sampled=sampled)
-    lines.append(f"simulated, {steps}; speed-up: over {attrs['baseline']}; {DRAWS_ONLY}; {REGRET}; {STAYING}")
+    lines.append(
+        f"simulated, {steps}; speed-up: over {attrs['baseline']}; {DRAWS_ONLY}; {REGRET}{'' if whole else STAYING}"
+    )
     notes: dict[str, list[str]] = {}
     for row in rows if kind == "system" else ():
         marked = [f"* {note}" for note in row["stand_ins"]] + [f"+ {note}" for note in row["defaults"]]
@@ -121,8 +123,9 @@ def _cells(row: Mapping[str, Any], kind: str, axes: Mapping[str, Any], *, whole:
     cells["draws only"] = draws
     if kind == "system" and not whole:
         cells["tokens/s"] = f"{row['tokens_per_s_ratio']:.2f}x"
-    for title, name in (("regret", "regret"), ("staying", "fixed_regret")):
-        cells[title] = "" if row[name] is None else f"{row[name]:.1%}"
+    bounds = {"regret": "regret", "staying": "fixed_regret"}
+    for title in ["regret"] if whole else bounds:  # The table of whole RL steps has no room for both.
+        cells[title] = "" if row[bounds[title]] is None else f"{row[bounds[title]]:.1%}"
     return cells
 
 
