@@ -40,9 +40,9 @@ NAMES = {kind: tuple(n for name in names for n in _expanded(name)) for kind, nam
 
 _IN_ENVELOPES, ENVELOPES = set(_TABLE["envelopes"]["kinds"]), set(_TABLE["envelopes"]["names"])
 REASONS: dict[str, list[str]] = _TABLE["finish_reasons"]
-LISTS = {"response_ids", "prompt_ids", "all_ids", "mask", "logprobs", "response_tokens", "prompt_tokens", "tokens",
-         "response_sizes", "prompt_sizes", "sizes"}  # fmt: skip
-"""Kinds whose cells may be lists of numbers."""
+KINDS = {meaning: set(kinds) for meaning, kinds in _TABLE["kinds"].items()}
+"""Kinds by what their fields mean in a record."""
+WRAPPERS = _TABLE["envelopes"]["lists"]
 
 
 @lru_cache(1 << 12)

@@ -20,6 +20,7 @@ from tltlab.config import shown
 from tltlab.errors import TraceError
 
 from .fields import (
+    KINDS,
     NAMES,
     REASONS,
     conversation_texts,
@@ -49,17 +50,7 @@ _TURNS = (
 )
 _SAMPLED = 256
 """Records by which a list's meaning is decided."""
-_RESPONSE_KINDS = {"response_sizes", "response_tokens", "sizes", "tokens", "response_ids", "all_ids", "response_text",
-                   "conversation"}  # fmt: skip
-"""Kinds of fields that are lists of responses where they hold lists; log-probs may be pairs."""
 _OF_TEXT = {"response_text", "conversation"}
-_SHARED = {"rl_step", "epoch", "prompt_id", "row_id", "prompt_text", "prompt_ids", "prompt_sizes", "prompt_tokens",
-           "cap", "worker"}  # fmt: skip
-"""Kinds of fields that hold for all responses of a record."""
-_OF_ONE = {"response_sizes", "response_tokens", "response_text", "finish_reason", "sample"}
-"""Kinds of fields that a record has of each response."""
-_NAMED = {"rl_step", "epoch", "prompt_id", "prompt_text", "prompt_ids"}
-"""Kinds of fields that name the RL step or the prompt of a record's responses."""
 _MOST_EPOCHS = 1e6
 _NO_ERROR: tuple[Any, ...] = ("False", "0", 0, [], {})
 _FAILURES: dict[str, Callable[[Any], bool]] = {
@@ -83,8 +74,6 @@ _Flat = tuple[str, dict[str, Any]]
 _Cell = tuple[str, dict[str, Any], Any]
 """A record's place, its fields, and one of them."""
 _SIZES = {"response_sizes", "sizes"}
-_PER_TOKEN = {"response_ids", "all_ids", "mask", "logprobs", "prompt_ids", "response_text", "prompt_text"}
-"""Kinds of fields whose lists of numbers have an entry for each token."""
 _RESPONSE_IDS = ("response_ids", "response_tokens", "response_text", "response_sizes", "sizes")
 _PROMPT_IDS = ("prompt_ids", "prompt_tokens", "prompt_text")
 """Kinds of names under which lists of ids are."""
@@ -162,7 +151,7 @@ class Reader:
                 others = "responses" if "response_text" in kinds else ""
                 self._lists[name] = "messages" if is_message(first) else others
             elif first is not None and is_list(first):
-                is_batch = kinds & _RESPONSE_KINDS and (kinds & _OF_TEXT or all(isinstance(i, int) for i in first))
+                is_batch = kinds & KINDS["batched"] and (kinds & _OF_TEXT or all(isinstance(i, int) for i in first))
                 self._lists[name] = "responses" if is_batch else ""
             elif isinstance(first, str):
                 is_text = not kinds & {"tokens", "response_tokens"}
@@ -172,7 +161,7 @@ class Reader:
 
     def _numbers_in_lists(self, file: str, name: str, kinds: frozenset[str], found: Sequence[_Cell]) -> str:
         """Return "ids" for lists with an entry for each token, "lengths" for one for each response, else ""."""
-        if kinds & _PER_TOKEN:
+        if kinds & KINDS["per_token"]:
             return "ids"
         tokens = kinds & {"response_tokens", "tokens"}
         if not tokens and not kinds & _SIZES:
@@ -213,14 +202,14 @@ class Reader:
             kinds = {kind for name in fields for kind in kind_of(name)}
             if all(self._lists[name] == "responses" for name in sizes):
                 shared[RECORD] = fields.get(RECORD, self._record)
-            elif not (kinds & _NAMED or self.reading.step_column):
+            elif not (kinds & KINDS["named"] or self.reading.step_column):
                 shared[RUN] = self._record - 1
             for name, value in fields.items():
                 if is_list(value) and len(value) == size and self._lists.get(name) not in ("ids", "messages"):
                     lists[name] = value
-                elif kind_of(name) & _SHARED or name in (self.reading.step_column, self.reading.group_column):
+                elif kind_of(name) & KINDS["shared"] or name in (self.reading.step_column, self.reading.group_column):
                     shared[name] = value
-                elif size > 1 and kind_of(name) & _OF_ONE and _is_scalar(value):
+                elif size > 1 and kind_of(name) & KINDS["each"] and _is_scalar(value):
                     raise TraceError(
                         f"{file}, {place}, column {name}: got {shown(value)} for {size} responses "
                         f"({', '.join(sizes)}); a record has to be one response (n = 1), or to have one for each; "
@@ -625,7 +614,7 @@ class Reader:
 def _is_one_response(fields: Mapping[str, Any]) -> bool:
     """Return True if a record has one value for what each response has, or one for each token of a response."""
     return any(
-        (kind_of(name) & _OF_ONE and _is_scalar(value)) or (kind_of(name) & {"mask", "logprobs"} and is_list(value))
+        _is_scalar(value) if kind_of(name) & KINDS["each"] else is_list(value) and kind_of(name) & {"mask", "logprobs"}
         for name, value in fields.items()
     )
 

@@ -26,12 +26,10 @@ from tltlab.records import frozen
 from tltlab.strategy import Strategy
 from tltlab.traces.storage import MOST_ROWS, check_parquet
 
-from .fields import ENVELOPES, LISTS, NAMES, is_list, is_message, kind_of, parsed, plain
+from .fields import ENVELOPES, KINDS, NAMES, WRAPPERS, is_list, is_message, kind_of, parsed, plain
 from .token_counts import NoTokenCounter, TokenCounter, token_counter
 
 Lists = Literal["lengths", "ids"]
-_WRAPPERS = ("simulations", "results", "records", "requests", "trajectories", "rows", "entries", "episodes", "items")
-_OF_RESPONSES = {"prompt_text", "prompt_ids", "prompt_id", "response_sizes", "response_tokens", "sizes", "tokens"}
 _MOST_FIELDS, _MOST_DEPTH = 256, 32
 """Most levels of objects within a record that are taken apart."""
 _STEP_OF_NAME = re.compile(r"(?:.*?[_.-])?(?:step)?(\d+)")
@@ -181,10 +179,10 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 def unwrapped(rows: Iterator[Row]) -> Iterator[Row]:
     """Records, those within an object that has a list of them, such as `{"simulations": [...]}`, one by one."""
     for place, fields in rows:
-        names = [name for name, value in fields.items() if isinstance(value, list) and plain(name) in _WRAPPERS]
+        names = [name for name, value in fields.items() if isinstance(value, list) and plain(name) in WRAPPERS]
         items = fields[names[0]] if len(names) == 1 else []
         is_wrapper = items and all(isinstance(item, Mapping) and not is_message(item) for item in items)
-        if is_wrapper and not any(kind_of(str(name)) & _OF_RESPONSES for name in fields):
+        if is_wrapper and not any(kind_of(str(name)) & KINDS["of_record"] for name in fields):
             yield from ((f"{place}, {names[0]} {at}", item) for at, item in enumerate(items))
         else:
             yield place, fields
@@ -323,7 +321,7 @@ def flat(fields: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
         if isinstance(value, np.ndarray):
             value = value.tolist()
         elif isinstance(value, str) and (
-            (value[:1] == "[" and kind_of(name) & LISTS) or (value[:1] == "{" and plain(key) in ENVELOPES)
+            (value[:1] == "[" and kind_of(name) & KINDS["lists"]) or (value[:1] == "{" and plain(key) in ENVELOPES)
         ):
             value = parsed(value)
         if is_list(value) and len(value) == 1 and isinstance(value[0], Mapping) and not is_message(value[0]):

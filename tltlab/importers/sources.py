@@ -21,7 +21,7 @@ from tltlab.traces.schema import MANIFEST_FILE, Manifest
 from tltlab.traces.trace import Trace, check_source, is_trace, locate, report
 from tltlab.traces.trace import read as read_folder
 
-from .fields import ENVELOPES, is_list, is_missing, kind_of, matches, parsed, plain
+from .fields import ENVELOPES, KINDS, is_list, is_missing, kind_of, matches, parsed, plain
 from .metrics_log import from_fields, is_metrics_log, metrics_files, records_of, refuse_wandb, unknown_log
 from .responses import Reader, group_size_of, tables_of_responses
 from .rows import (
@@ -56,11 +56,6 @@ _SNIFFED = 64
 """Records by which a format is known."""
 _NAMED = 'give one list of all lengths, or objects that name them, such as {"rl_step": 1, "response_lengths": [5, 9]}'
 _SIZES = ("response_sizes", "response_tokens", "sizes", "tokens")
-_ENOUGH = {"mask", "response_ids", "all_ids", "logprobs", "response_text", "conversation", "total"}
-"""Kinds of fields of which any has a response's length."""
-_OF_ONE = {"prompt_id", "sample", "finish_reason", "prompt_text", "response_text", "conversation", "mask",
-           "response_ids"}  # fmt: skip
-"""Kinds of fields that RL steps have not."""
 CHARS_PER_TOKEN = 3.6
 """English prose in BPE tokens: for texts without a tokenizer."""
 
@@ -353,7 +348,7 @@ def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None)
     sizes = _of_kinds(first, _SIZES)
     kinds = {kind for name in first for kind in kind_of(name)}
     is_summary = "totaloutputtokens" in map(plain, first) and not any(is_list(first[name]) for name in sizes)
-    if is_summary or not (sizes or kinds & _ENOUGH):
+    if is_summary or not (sizes or kinds & KINDS["with_length"]):
         place = f"{path}, {rows[0][0]}"
         if (named := _named(first)) is not None:
             raise TraceError(f"{place}: {named}")
@@ -394,7 +389,7 @@ def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading
     means = [name for name in names if is_mean(name) and (are_metrics or name not in sizes)]
     if means and "prompt_id" in kinds and not sizes:
         raise TraceError(f"{path}: {means[0]} by prompt: wanted a length of each response, or a mean of each RL step")
-    if kinds & _OF_ONE:
+    if kinds & KINDS["of_response"]:
         return False
     if means or (reading is not None and reading.column):
         return bool(means)
