@@ -266,7 +266,8 @@ def bands(
             effects["acceptance"] = errors.of_tokens()
         if whole:
             factors = _costs_ends(_added(errors.seconds, errors.stages))
-            effects["costs"] = _both(effects["costs"], effect(estimate, [ratio(nominal, 1 / f) for f in factors]))
+            low, high = effect(estimate, [ratio(nominal, 1 / f) for f in factors])
+            effects["costs"] = -math.hypot(effects["costs"][0], low), math.hypot(effects["costs"][1], high)
         if drawn:
             logs = [math.log(ratio(pair, scale)) for pair, scale in zip(pairs[at:], tokens_of, strict=True)]
             margin = student_margin(float(np.std(logs, ddof=1)), len(logs) - 1, LEVEL)
@@ -412,10 +413,6 @@ def effect(estimate: float, ends: Sequence[float]) -> Effect:
     """Effect of an input that makes an estimate one of these speed-ups at the ends of its range."""
     logs = [math.log(end / estimate) for end in ends]
     return min([0.0, *logs]), max([0.0, *logs])
-
-
-def _both(a: Effect, b: Effect) -> Effect:
-    return -math.hypot(a[0], b[0]), math.hypot(a[1], b[1])
 
 
 def of_steps(plain: Floats | None, drafting: Floats | None, *, seed: int) -> Effect:

@@ -543,7 +543,7 @@ def what_if(
     verl = SYSTEMS["verl"]
     drafters = [drafter] if drafter else logged.scenarios.of(trace.rl_steps[:1]).searched_drafters()
     ask = _Question(
-        source=source, config=asked, drafters=drafters, recorded=recorded, logged=logged, jobs=config.jobs,
+        source=source, config=asked, drafters=drafters, recorded=recorded, logged=logged,
         systems=compared_with if verl in compared_with else [verl, *compared_with], block=decision_interval(trace),
     )  # fmt: skip
     found = logged.scenarios.answer(ask.answer, ask.is_enough)
@@ -578,13 +578,12 @@ class _Question:
     """A question without its RL steps."""
 
     source: Imported
-    config: SimulationConfig
+    config: WhatIfConfig
     drafters: Sequence[str]
     systems: Sequence[System]
     recorded: bool
     block: int
     logged: LoggedRun
-    jobs: int | None
 
     def answer(self, rl_steps: Sequence[int]) -> WhatIf:
         """Simulate these RL steps without speculation, under the best table of each drafter, and under each system."""
@@ -635,7 +634,7 @@ class _Question:
     def _times(self, cells: Iterable[Cell]) -> dict[str, Times]:
         """Simulate the cells; return the seconds of each by its name."""
         cells, found = list(cells), {}
-        table = Study(cells=cells, jobs=self.jobs).table()
+        table = Study(cells=cells, jobs=self.config.jobs).table()
         for at, cell in enumerate(cells):
             rows = table[table["cell"] == at]
             rollout_s, step_s = (rows[name].to_numpy(np.float64) for name in ("makespan_s", "step_s"))
@@ -673,7 +672,7 @@ class _Question:
         def policy_at(end: Scenario) -> Policy:
             return policy if strategies else best_table(end, chains)
 
-        return bands(scenario, policy_at, base, own, errors, baseline=baseline, jobs=self.jobs)
+        return bands(scenario, policy_at, base, own, errors, baseline=baseline, jobs=self.config.jobs)
 
     def _granted(self, drafter: str) -> Acceptance | None:
         model = self.logged.scenarios.acceptance
@@ -726,7 +725,7 @@ class _Question:
                 BoundSystem(system=row, policy=policy, acceptance=acceptance, spot=None, assumptions=row.assumptions)
             )
         cells = [system_cell(binding, scenarios, rl_steps, self.logged.stages) for binding in bound]
-        rows = Study(cells=cells, jobs=self.jobs).table()
+        rows = Study(cells=cells, jobs=self.config.jobs).table()
         attrs = {
             "baseline": "verl", "num_rl_steps": len(nominal.steps), "num_workers": nominal.workers,
             "num_rl_steps_of": len(scenarios.run), "num_gpus": nominal.workers * nominal.costs.tensor_parallel,

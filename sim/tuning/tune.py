@@ -568,7 +568,31 @@ def tune(
     if not planner or on_tuned[planner] > LEAST_PLANNED * on_tuned[""]:
         planner = ""
     used = {name: brought[name] for name in {s.drafter for s in chosen.strategies} & brought.keys()}
-    origin = _provenance(judged, tuning, parts, len(searched) + len(trials), len(trials), config, sources)
+    row = next(row for row in judged.candidates if row.name == judged.name)
+    origin = {
+        "name": judged.name,
+        "trace": [str(trace.manifest.name or f"trace {at}") for at, trace in enumerate(sources)],
+        "costs": [scenario.costs_name for scenario in tuning.scenarios],
+        "acceptance": [scenario.acceptance_name for scenario in tuning.scenarios],
+        "seed": config.seed,
+        "objective": "mean makespan of the RL steps, simulated",
+        "tuned_on": [part[0] for part in parts],
+        "judged_on": [part[1] for part in parts],
+        "num_rl_steps": [len(trace.rl_steps) for trace in sources],
+        "makespan_s": row.makespan_s,
+        "interval": [row.ratio_low, row.ratio_high],
+        "compared_with": judged.best_fixed,
+        "band": {name: [band.low, band.high] for name, band in judged.bands.items()},
+        "regret": row.regret,
+        "oracle_s": judged.oracle_s,
+        "candidates": len(searched) + len(trials),
+        "verdict": judged.verdict,
+        "worth_it": judged.worth_it,
+        "decision_block": config.decision_block,
+        "repeats": len(config.seeds()),
+        "trials": len(trials),
+        "simulated": True,
+    }
     return TuneResult(
         **vars(judged),
         policy=chosen.model_copy(
@@ -639,42 +663,6 @@ def _strategies(scenarios: Sequence[Scenario], config: TuneConfig) -> tuple[list
     if not covered:
         raise ConfigError(f"none of the strategies can be simulated: {'; '.join(notes)}")
     return covered, notes
-
-
-def _provenance(
-    judged: Judged,
-    tuning: TuningCases,
-    parts: Sequence[tuple[list[int], list[int]]],
-    num_candidates: int,
-    num_trials: int,
-    config: TuneConfig,
-    sources: Sequence[Trace],
-) -> dict[str, Any]:
-    row = next(row for row in judged.candidates if row.name == judged.name)
-    return {
-        "name": judged.name,
-        "trace": [str(trace.manifest.name or f"trace {at}") for at, trace in enumerate(sources)],
-        "costs": [scenario.costs_name for scenario in tuning.scenarios],
-        "acceptance": [scenario.acceptance_name for scenario in tuning.scenarios],
-        "seed": config.seed,
-        "objective": "mean makespan of the RL steps, simulated",
-        "tuned_on": [part[0] for part in parts],
-        "judged_on": [part[1] for part in parts],
-        "num_rl_steps": [len(trace.rl_steps) for trace in sources],
-        "makespan_s": row.makespan_s,
-        "interval": [row.ratio_low, row.ratio_high],
-        "compared_with": judged.best_fixed,
-        "band": {name: [band.low, band.high] for name, band in judged.bands.items()},
-        "regret": row.regret,
-        "oracle_s": judged.oracle_s,
-        "candidates": num_candidates,
-        "verdict": judged.verdict,
-        "worth_it": judged.worth_it,
-        "decision_block": config.decision_block,
-        "repeats": len(config.seeds()),
-        "trials": num_trials,
-        "simulated": True,
-    }
 
 
 def _split(trace: Trace, config: TuneConfig) -> tuple[list[int], list[int], bool]:
