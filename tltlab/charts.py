@@ -17,8 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from .errors import ConfigError
-from .files import write_file
+from .files import check_writable, write_file
 
 # Ordered so that neighbours differ in luminance: they keep apart in grey and for colour-blind eyes.
 COLORS = ("#1f5f99", "#e8a33d", "#5cb08c", "#8a4a3c", "#7fb8de", "#b789c9", "#d9704f", "#6f6f6f", "#cfc76a", "#111111")
@@ -237,8 +236,7 @@ def save_figure(figure: Figure, path: Path) -> None:
 
     Raises ConfigError for another ending, InputError where the file cannot be written.
     """
-    if path.suffix not in FORMATS:
-        raise ConfigError(f"{path}: a picture is written as {' or '.join(FORMATS)}")
+    check_writable(path, *FORMATS)
     write_file(path, _bytes(figure, path.suffix[1:]))
 
 

@@ -180,10 +180,16 @@ def _read_as(kind: type, path: Path) -> Any:
     return kind()
 
 
-def check_writable(path: Path) -> None:
-    """InputError where no file can be written to `path`, before any work is done for it; makes no folders."""
-    if path.is_dir():
-        raise InputError(f"cannot write {path}: it is a folder; name a file, such as {path / 'policy.json'}")
+def check_writable(path: Path | None, *endings: str) -> None:
+    """Refuse a `path` that no file can be written to, or of none of these endings, before any work is done for it.
+
+    Makes no folders. Raises ConfigError or InputError.
+    """
+    if path is None:
+        return
+    if path.is_dir() or (endings and path.suffix not in endings):
+        ending = f" that ends in {', '.join(endings)}" if endings else ""
+        raise ConfigError(f"cannot write {path}: name a file{ending}")
     try:
         with tempfile.TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
             pass
@@ -201,17 +207,12 @@ def write_file(path: Path, data: str | bytes) -> None:
 
 
 @contextmanager
-def new_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
+def new_file(path: Path) -> Iterator[Path]:
     """Give a place to write to, which becomes `path` when the block ends well; parents are made. Raises OSError."""
-    make_folder(path.parent, durable=durable)
+    make_folder(path.parent, durable=False)
     with _beside(path) as folder:
-        new = folder / path.name
-        yield new
-        if durable:
-            fsync_file(new)
-        os.replace(new, path)
-        if durable:
-            fsync_folder(path.parent)
+        yield folder / path.name
+        os.replace(folder / path.name, path)
 
 
 @contextmanager

@@ -63,9 +63,9 @@ def paired_interval(
     *,
     level: float = 0.95,
     num_resamples: int = 2000,
-    rng: np.random.Generator,
+    rng: np.random.Generator | int = 0,
 ) -> Interval:
-    """The interval of sum(a) / sum(b) from pairs (a[i], b[i]).
+    """The interval of sum(a) / sum(b) from pairs (a[i], b[i]), resampled by a generator or a seed.
 
     Bias-corrected and accelerated (BCa, Efron 1987), which keeps its level for the skewed ratios of heavy-tailed step
     times. Where BCa is undefined (every pair left out in turn gives the same estimate, or all resamples lie on one side
@@ -74,7 +74,7 @@ def paired_interval(
 
     Raises ConfigError for no pair, different lengths, values that are not finite, b <= 0 and a < 0.
 
-    >>> paired_interval([2.0, 4.0, 6.0], [1.0, 2.0, 3.0], rng=np.random.default_rng(0))
+    >>> paired_interval([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
     Interval(estimate=2.0, low=2.0, high=2.0, level=0.95, method='percentile')
     """
     if not 0.0 < level < 1.0:
@@ -116,14 +116,18 @@ FEW_PAIRS = 10
 
 
 def paired_ratio(
-    a: Sequence[float] | Floats, b: Sequence[float] | Floats, *, level: float = LEVEL, rng: np.random.Generator
+    a: Sequence[float] | Floats,
+    b: Sequence[float] | Floats,
+    *,
+    level: float = LEVEL,
+    rng: np.random.Generator | int = 0,
 ) -> Interval:
     """The interval of sum(a) / sum(b) for any number of pairs: `paired_interval` from `FEW_PAIRS` on, else Student's.
 
     The ratio r of n pairs has about the standard error of the residuals a - r b, s / (sqrt(n) mean(b)), and n - 1
     degrees of freedom. Neither sum is below 0, and so is no end. Raises ConfigError as `paired_interval` does.
 
-    >>> ratio = paired_ratio([2.0, 4.0, 7.0], [1.0, 2.0, 3.0], rng=np.random.default_rng(0))
+    >>> ratio = paired_ratio([2.0, 4.0, 7.0], [1.0, 2.0, 3.0])
     >>> [round(x, 3) for x in (ratio.low, ratio.estimate, ratio.high)], ratio.method
     ([1.619, 2.167, 2.714], 't')
     """
@@ -219,7 +223,7 @@ def _checked(a: Sequence[float] | Floats, b: Sequence[float] | Floats) -> tuple[
 
 def paired_speed_up(plain: Floats, seconds: Floats, seed: int) -> Interval:
     """How many times as fast `seconds` are, by RL step: the reciprocal of their ratio to `plain` and of its ends."""
-    ratio = paired_ratio(seconds, plain, rng=np.random.default_rng(seed))
+    ratio = paired_ratio(seconds, plain, rng=seed)
     most = 1.0 / ratio.low if ratio.low else math.inf
     return replace(ratio, estimate=1.0 / ratio.estimate, low=1.0 / ratio.high, high=most)
 

@@ -12,14 +12,13 @@ import typer
 from tltlab.config import counted, faults_in, json_or_text
 from tltlab.console import Json, emit, progress, whole_numbers
 from tltlab.errors import ConfigError
-from tltlab.files import write_file, write_json
+from tltlab.files import check_writable, write_file, write_json
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from tltlab.drafters.specs import LearnedSpec
 
-_SUFFIXES = (".csv", ".parquet")
 _QUIET = 0.1
 """Median relative difference of two visits to a cell above which other load on the machine is likely."""
 
@@ -51,8 +50,7 @@ def profile(
 
     Example: tltlab profile models/subset-sum-small --out steps.csv --batches 1,4,16 --contexts 64,256
     """
-    if out.suffix not in _SUFFIXES or out.is_dir():
-        raise ConfigError(f"--out is {out}: give a file that ends in {' or '.join(_SUFFIXES)}")
+    check_writable(out, ".csv", ".parquet")
     learned = None if drafter is None else _learned(drafter)
     args = dict(map(vllm_setting, vllm or []))
     options = {"--batches": batches, "--depths": depths, "--contexts": contexts}

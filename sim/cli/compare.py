@@ -10,7 +10,7 @@ import typer
 from tltlab.charts import FORMATS, save_figure
 from tltlab.console import AllowCode, Json, emit, json_rows, made_by
 from tltlab.errors import ConfigError, RunError
-from tltlab.files import write_file, write_json
+from tltlab.files import check_writable, write_file, write_json
 from tltlab.importers.sources import read
 from tltlab.options import Option, Without, command, to_json
 from tltlab.own import code_allowed
@@ -24,7 +24,6 @@ from tltlab.sim.study.compare import compare as run
 from tltlab.sim.study.logged import logged_stages
 
 SAMPLED = "a:b, RL steps a to b - 1; or one; or all. [default: of more than 24 a sample]"
-_ENDINGS = (".json", ".csv", *FORMATS)
 
 
 @command
@@ -57,8 +56,7 @@ def compare(
 
     Example: tltlab compare traces/tiny --systems all --stages cpu-small
     """
-    if out is not None and (out.is_dir() or out.suffix not in _ENDINGS):
-        raise ConfigError(f"--out {out}: name a file that ends in {', '.join(_ENDINGS)}")
+    check_writable(out, ".json", ".csv", *FORMATS)
     source = read(trace)
     journal = None if out is None else out.with_name(f"{out.name}.cells")
     with code_allowed(allow_code or ()), counting():

@@ -307,7 +307,7 @@ def recorded_tokens(trace: Trace, drafter: str) -> Ends | None:
     kept = np.array([pair for pair in pairs.values() if pair[1] > 0]).reshape(-1, 2)
     if len(kept) < 2:
         return None
-    ratio = paired_ratio(kept[:, 0], kept[:, 1], level=LEVEL, rng=np.random.default_rng(0))
+    ratio = paired_ratio(kept[:, 0], kept[:, 1], level=LEVEL)
     return max(ratio.low, 1.0) / ratio.estimate, ratio.high / ratio.estimate
 
 
@@ -419,6 +419,6 @@ def of_steps(plain: Floats | None, drafting: Floats | None, *, seed: int) -> Eff
     """Effect of the draw of RL steps, from the seconds of each."""
     assert plain is not None
     assert drafting is not None
-    ratio = paired_ratio(drafting, plain, level=LEVEL, rng=np.random.default_rng(seed))
+    ratio = paired_ratio(drafting, plain, level=LEVEL, rng=seed)
     low, high = math.log(ratio.estimate / ratio.high), math.log(ratio.estimate / max(ratio.low, ratio.estimate / 10))
     return min(0.0, low), max(0.0, high)

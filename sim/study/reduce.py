@@ -170,7 +170,7 @@ def _ratios(prefix: str, values: Floats, base: Floats | None, seed: int, of_rate
     if base is None:
         ratio = Interval(estimate=math.nan, low=math.nan, high=math.nan, level=LEVEL, method="none")
     else:
-        ratio = paired_ratio(values, base, rng=np.random.default_rng(seed))
+        ratio = paired_ratio(values, base, rng=seed)
     columns = {f"{prefix}ratio": ratio.estimate, f"{prefix}ratio_low": ratio.low, f"{prefix}ratio_high": ratio.high}
     if of_rates:
         return columns

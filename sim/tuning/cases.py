@@ -234,4 +234,4 @@ def ratio(
     paired: Callable[..., Interval] = paired_ratio,
 ) -> Interval:
     """Time of one policy over another's with its 95 % interval over the RL steps, by `paired`; one gives none."""
-    return paired(np.concatenate(seconds), np.concatenate(reference), rng=np.random.default_rng(seed))
+    return paired(np.concatenate(seconds), np.concatenate(reference), rng=seed)

@@ -140,7 +140,7 @@ def rollout_share(stages: pd.DataFrame) -> Interval | None:
     rows, part = rollout_rows(stages)
     if rows.empty or not (rows["step"] - rows[part]).gt(0).any():
         return None
-    return paired_interval(rows[part].to_numpy(), rows["step"].to_numpy(), rng=np.random.default_rng(0))
+    return paired_interval(rows[part].to_numpy(), rows["step"].to_numpy())
 
 
 def mean_stages(stages: pd.DataFrame, name: str) -> StageCosts:

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from tltlab.console import Json, emit
-from tltlab.errors import ConfigError
+from tltlab.files import check_writable
 from tltlab.report.write import default_out
 from tltlab.report.write import report as make
-from tltlab.traces.trace import check_source, is_trace, locate
+from tltlab.traces.trace import check_source, locate
 
 
 def report(
@@ -32,13 +32,9 @@ def report(
 
     Example: tltlab report demo
     """
-    inside = locate(run)
-    check_source(inside)
+    check_source(locate(run))
     path = out or default_out(run)
-    if path.is_dir() or path.suffix not in (".html", ".htm"):
-        raise ConfigError(f"--out {path}: name a file that ends in .html")
-    if is_trace(inside) and path.resolve().parent == inside.resolve() and out is None:
-        raise ConfigError(f"{path} would lie inside the trace: name another place with --out")
+    check_writable(path, ".html", ".htm")
     page = make(run, out=path, verify=verify)
     reasons = {part.title: part.reason for part in page.absent}
     size = path.stat().st_size

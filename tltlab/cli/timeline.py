@@ -10,6 +10,7 @@ import typer
 from tltlab.charts import FORMATS
 from tltlab.console import Json, emit
 from tltlab.errors import ConfigError
+from tltlab.files import check_writable
 from tltlab.importers.sources import read
 from tltlab.report.timeline import timeline as draw
 from tltlab.report.timeline import write_perfetto
@@ -38,13 +39,14 @@ def timeline(
 
     Example: tltlab timeline runs/demo --out timeline.png --rl-step 3
     """
+    check_writable(out, ".json", *FORMATS)
     first = read(trace)
     second = [] if compare is None else [read(compare)]
     step = _rl_step(rl_step)
     if out.suffix == ".json":
         chosen = step if step is not None else "all"
         write_perfetto(out, first, *second, rl_step=chosen)
-    elif out.suffix in FORMATS:
+    else:
         chosen = step if step is not None else median_step(first, *second)
         draw(
             first,
@@ -54,8 +56,6 @@ def timeline(
             compare=second[0] if second else None,
             rollout_only=rollout_only,
         )
-    else:
-        raise ConfigError(f"--out {out}: it must end in .png, .svg or .json")
     emit({"out": str(out), "rl_step": chosen}, as_json=as_json, text=f"wrote {out} (RL step {chosen})")
 
 

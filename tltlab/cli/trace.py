@@ -13,7 +13,7 @@ import typer
 from tltlab.console import Json, command_group, emit, progress, table
 from tltlab.errors import ConfigError
 from tltlab.importers.rows import Reading
-from tltlab.importers.sources import imported, read
+from tltlab.importers.sources import Format, imported, read
 from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, statistics
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
 from tltlab.lengths.model import LengthModel, of_regime
@@ -27,7 +27,6 @@ from tltlab.traces.recorder import repair as repair_recording
 from tltlab.traces.storage import frame_to_arrow, has_checksums
 from tltlab.traces.trace import Trace
 
-from . import reading as options
 from .annotate import annotate_trace
 
 app = command_group(help="Describe, validate, repair, import, generate and annotate traces.", no_args_is_help=True)
@@ -92,7 +91,7 @@ def import_trace(
     ],
     out: Annotated[Path, typer.Option(help="Folder to write; a trace there is replaced.")],
     reading: Reading,
-    form: options.Form = None,
+    form: Annotated[Format | None, typer.Option("--format", help="[default: by the content]")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Rollout workers to write into the manifest.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -107,7 +106,7 @@ def import_trace(
 
     Example: tltlab trace import lengths.csv --out my-trace --workers 8 --group-size 16
     """
-    trace = imported(dump, reading, form=options.known_format(form), workers=workers).trace
+    trace = imported(dump, reading, form=form, workers=workers).trace
     path = trace.write(out)
     for note in filter(None, (trace.manifest.notes or "").split("; ")):
         progress(f"assumed: {note}")

@@ -10,9 +10,9 @@ import typer
 
 from tltlab.charts import FORMATS, save_figure
 from tltlab.console import Json, emit, json_rows, made_by
-from tltlab.errors import ConfigError
 from tltlab.files import check_writable, write_file, write_json
 from tltlab.importers.rows import Reading
+from tltlab.importers.sources import Format
 from tltlab.options import Option, Without, command, to_json
 from tltlab.report.comparison import comparison_page
 from tltlab.report.page import Part, render
@@ -23,8 +23,6 @@ from tltlab.sim.printed import comparison_text, what_if_text
 from tltlab.sim.study.what_if import WhatIf, WhatIfConfig
 from tltlab.sim.study.what_if import what_if as run
 from tltlab.traces.metrics import per_step
-
-from . import reading as readings
 
 _PAGES = (".html", ".htm")
 
@@ -54,7 +52,7 @@ def what_if(
         ),
     ],
     reading: Annotated[Reading, Without("reward_columns")],
-    form: readings.Form = None,
+    form: Annotated[Format | None, typer.Option("--format", help="[default: by the content]")] = None,
     policy_out: Annotated[
         Path | None, typer.Option(help="Write the policy that needs no training as a policy file.")
     ] = None,
@@ -69,12 +67,10 @@ def what_if(
 
     Example: tltlab what-if lengths.csv --gpus 8xH100 --model Qwen2.5-7B --out what-if.html
     """
-    if out is not None and (out.is_dir() or out.suffix not in (*_PAGES, *FORMATS, ".json")):
-        raise ConfigError(f"--out {out}: name a file that ends in .html, .png, .svg or .json")
-    if policy_out is not None:
-        check_writable(policy_out)
+    check_writable(out, *_PAGES, *FORMATS, ".json")
+    check_writable(policy_out)
     with counting():
-        answer = run(lengths, config, reading=reading, form=readings.known_format(form))
+        answer = run(lengths, config, reading=reading, form=form)
     result: dict[str, Any] = answer.json() | {"systems": json_rows(answer.systems), "figures": "simulated"}
     result |= {key: answer.systems.attrs[key] for key in ("baseline", "num_gpus")}
     origin = made_by("numpy", "scipy", "simpy")

@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -44,7 +44,6 @@ from .step_metrics import MEAN, Record, is_mean, plain_key, steps_of, tables_of_
 from .token_counts import CharsPerToken, NoTokenCounter
 
 Format = Literal["verl", "trl", "vllm", "csv", "metrics"]
-FORMATS: tuple[Format, ...] = get_args(Format)
 
 _CALLED = {"verl": "verl rollout dump", "trl": "TRL completions", "vllm": "requests", "metrics": "log of metrics"}
 _NEEDS = {"verl": ("rl_step", "reward"), "trl": ("rl_step", "reward"), "vllm": ("prompt_tokens",)}

@@ -127,7 +127,7 @@ def judged(plan: RehearsalPlan, out: Path) -> Rehearsal:
     speedup = simulated = None
     if over != best:
         seconds = rollouts.pivot(index="round", columns="policy", values="measured_s")[[over, best]].dropna()
-        speedup = paired_ratio(seconds[over].tolist(), seconds[best].tolist(), rng=np.random.default_rng(0))
+        speedup = paired_ratio(seconds[over].tolist(), seconds[best].tolist())
         simulated = finite(float(rows["predicted_s"][over] / rows["predicted_s"][best]))
     result = Rehearsal(
         rows=rows.reset_index(names="policy"), agreement=found, about=plan.about, best=best, over=over,

@@ -393,7 +393,7 @@ def acceptance_part(trace: Trace) -> Sequence[Block]:
 def _accept_length(rows: pd.DataFrame) -> tuple[float, float, float]:
     """1 + accepted / drafts, and its 95 % interval over RL steps: NaN ends for a single one."""
     accepted, drafts = rows.groupby("rl_step")[["num_accepted", "drafts"]].sum().to_numpy(float).T
-    ratio = paired_ratio(accepted, drafts, rng=np.random.default_rng(0))
+    ratio = paired_ratio(accepted, drafts)
     return 1 + ratio.estimate, 1 + ratio.low, 1 + ratio.high
 
 

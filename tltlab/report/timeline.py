@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from tltlab.charts import FORMATS, finish, save_figure
-from tltlab.errors import ConfigError, TraceError
+from tltlab.charts import finish, save_figure
+from tltlab.errors import TraceError
 from tltlab.files import write_file
 from tltlab.importers.sources import read
 from tltlab.traces import metrics
@@ -154,8 +154,6 @@ def timeline(
     >>> timeline(read("run"), compare=simulate(read("run"), policy="beg-mab"), out="run.png")  # doctest: +SKIP
     """
     traces = [read(getattr(each, "trace", each)) for each in (trace, compare) if each is not None]
-    if out is not None and Path(out).suffix not in FORMATS:
-        raise ConfigError(f"{out}: a timeline is written as {' or '.join(FORMATS)} (or as .json for Perfetto)")
     chosen = median_step(*traces) if rl_step is None else rl_step
     offsets: Offsets = {} if chosen == "all" else {chosen: 0.0}
     if chosen == "all":

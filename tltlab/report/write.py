@@ -13,7 +13,7 @@ from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import read_json, read_object, write_file
 from tltlab.importers.sources import read
 from tltlab.traces import metrics
-from tltlab.traces.trace import Trace, is_trace, locate, run_folder
+from tltlab.traces.trace import Trace, locate, run_folder
 
 from .comparison import comparison_page
 from .page import Block, Lacking, Page, PageTable, Section, number, render, titled
@@ -56,12 +56,9 @@ def default_out(source: Path) -> Path:
     """Return a report's default path: in the RUN, or next to a comparison's file. Raises ConfigError for a trace."""
     if _is_comparison(source):
         return source.with_suffix(".html")
-    if source.is_dir() and (locate(source) != source):
-        return source / "report.html"
-    if source.is_dir() and not is_trace(source):
-        raise ConfigError(f"{source} has no trace: give a RUN, a trace, or a comparison's JSON")
-    if source.is_dir() and (source.parent / "run.json").is_file():
-        return source.parent / "report.html"
+    inside = locate(source)
+    if (run := run_folder(inside)) != inside:
+        return run / "report.html"
     raise ConfigError(f"{source} is no RUN folder: name the page with --out {source.stem or 'trace'}.html")
 
 

@@ -438,7 +438,7 @@ def test_the_command_writes_a_trace_and_its_assumptions(command, verl, tmp_path)
     ("args", "facts"),
     [
         ([], ("--tokenizer", "--chars-per-token")),
-        (["--format", "slime"], ("--format", "slime", "verl, trl, vllm, csv")),
+        (["--format", "slime"], ("--format", "slime", "'verl', 'trl', 'vllm', 'csv'")),
         (["--tokenizer", "nowhere"], ("nowhere",)),
     ],
 )
