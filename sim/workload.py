@@ -15,7 +15,6 @@ from tltlab.acceptance.base import Key
 from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
 from tltlab.planning.composition import EarlierEpoch, Regrouped, Truncated, Workload
-from tltlab.records import frozen
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.requests import Requests, Turns, of_responses
 from tltlab.traces.schema import KEY
@@ -47,97 +46,82 @@ def requests_by_step(
         raise ConfigError(f"the trace has no rl_step {missing[0]}; its RL steps are {span}")
     if not chosen:
         raise ConfigError("no RL step to simulate: the selection is empty")
-    joined = _Joined.of(trace if chosen == recorded else trace.select(chosen))
+    joined = _joined(trace if chosen == recorded else trace.select(chosen))
     if max_response_tokens is not None:
-        joined = joined.first_turns(max_response_tokens)
-    steps = joined.requests(chosen, max_response_tokens)
-    if not joined.column("turn").any():
+        joined = _first_turns(joined, max_response_tokens)
+    steps = _by_step(joined, chosen, max_response_tokens)
+    if not _whole_numbers(joined, "turn").any():
         return list(steps)
     return [replace(step, turns=_turns(step, prefix, tool_s)) for step in steps]
 
 
-@frozen
-class _Joined:
-    """Rows of workload and outcomes that belong together, in the workload's order: row `workload[i]` of the one table
-    and row `outcomes[i]` of the other."""
-
-    tables: tuple[pa.Table, pa.Table]
-    workload: Ints
-    outcomes: Ints
-
-    @classmethod
-    def of(cls, trace: Trace) -> _Joined:
-        """Join the tables of a trace; they are in the same order as a rule."""
-        tables = [trace.arrow(name) for name in ("workload", "outcomes")]
-        workload, outcomes = (table for table in tables if table is not None)
-        if all(workload[name].equals(outcomes[name]) for name in KEY):
-            at = np.arange(len(workload))
-            return cls(tables=(workload, outcomes), workload=at, outcomes=at)
+def _joined(trace: Trace) -> pa.Table:
+    """Rows of workload and outcomes that belong together, in the workload's order; they have it both, as a rule."""
+    workload, outcomes = (table for table in map(trace.arrow, ("workload", "outcomes")) if table is not None)
+    if not all(workload[name].equals(outcomes[name]) for name in KEY):
         left, right = (
             table.select(list(KEY)).to_pandas().assign(**{name: np.arange(len(table))})
             for name, table in (("of_workload", workload), ("of_outcomes", outcomes))
         )
         both = left.merge(right, on=list(KEY), how="inner", sort=False)
-        return cls(
-            tables=(workload, outcomes),
-            workload=both["of_workload"].to_numpy(),
-            outcomes=both["of_outcomes"].to_numpy(),
+        workload = workload.take(both["of_workload"].to_numpy())
+        outcomes = outcomes.take(both["of_outcomes"].to_numpy())
+    for name in outcomes.column_names:
+        if name not in workload.column_names:
+            workload = workload.append_column(name, outcomes[name])
+    return workload
+
+
+def _whole_numbers(joined: pa.Table, name: str) -> Ints:
+    return np.asarray(joined[name].to_numpy(), np.int64)
+
+
+def _first_turns(joined: pa.Table, cap: int) -> pa.Table:
+    """Without the turns after the first of a response that is longer than `cap` tokens."""
+    turns = _whole_numbers(joined, "turn")
+    if not turns.any():
+        return joined
+    keys = joined.select(list(KEY[:3])).to_pandas()
+    longer = _whole_numbers(joined, "response_tokens") > cap
+    ends = keys[longer].assign(last=turns[longer]).groupby(list(KEY[:3]))["last"].min()
+    return joined.filter(~(turns > keys.join(ends, on=list(KEY[:3]))["last"].to_numpy()))
+
+
+def _by_step(joined: pa.Table, rl_steps: Sequence[int], cap: int | None) -> Iterator[Requests]:
+    """Yield the requests of each of these RL steps, cut at `cap` tokens. ConfigError for one without a row."""
+    names = ("rl_step", "prompt_tokens", "max_response_tokens", "response_tokens", "policy_version")
+    rl_step, prompts, caps, lengths, version = map(partial(_whole_numbers, joined), names)
+    order = np.argsort(rl_step, kind="stable")
+    ends = np.searchsorted(rl_step[order], [[step, step + 1] for step in rl_steps])
+    if cap is not None:
+        caps, lengths = np.minimum(caps, cap), np.minimum(lengths, cap)
+    workers = np.full(len(rl_step), np.nan)
+    if "worker" in joined.column_names:
+        workers = np.asarray(joined["worker"].to_numpy(), np.float64)
+    for step, (first, last) in zip(rl_steps, ends.tolist(), strict=True):
+        if first == last:
+            raise ConfigError(f"rl_step {step} has no outcomes to replay")
+        at = order[first:last]
+        yield Requests(
+            rl_step=int(step),
+            policy_version=int(version[at[0]]),
+            prompts=prompts[at],
+            caps=caps[at],
+            lengths=lengths[at],
+            recorded_worker=workers[at],
+            make_keys=partial(_keys, joined, at),
+            make_rows=partial(_rows, joined, at, cap),
         )
 
-    def first_turns(self, cap: int) -> _Joined:
-        """Without the turns after the first of a response that is longer than `cap` tokens."""
-        turns = self.column("turn")
-        if not (turns > 0).any():
-            return self
-        keys = self.tables[0].select(list(KEY[:3])).take(self.workload).to_pandas()
-        longer = self.column("response_tokens") > cap
-        ends = keys[longer].assign(last=turns[longer]).groupby(list(KEY[:3]))["last"].min()
-        kept = ~(turns > keys.join(ends, on=list(KEY[:3]))["last"].to_numpy())
-        return replace(self, workload=self.workload[kept], outcomes=self.outcomes[kept])
 
-    def column(self, name: str) -> Ints:
-        """A column of whole numbers."""
-        workload, outcomes = self.tables
-        table, at = (workload, self.workload) if name in workload.column_names else (outcomes, self.outcomes)
-        return np.asarray(table[name].to_numpy(), np.int64)[at]
+def _keys(joined: pa.Table, at: Ints) -> list[Key]:
+    columns = (joined[name].take(at).to_pylist() for name in KEY)
+    return list(zip(*columns, strict=True))
 
-    def requests(self, rl_steps: Sequence[int], cap: int | None) -> Iterator[Requests]:
-        """Yield the requests of each of these RL steps, cut at `cap` tokens. ConfigError for one without a row."""
-        rl_step = self.column("rl_step")
-        order = np.argsort(rl_step, kind="stable")
-        ends = np.searchsorted(rl_step[order], [[step, step + 1] for step in rl_steps])
-        names = ("prompt_tokens", "max_response_tokens", "response_tokens", "policy_version")
-        prompts, caps, lengths, version = map(self.column, names)
-        if cap is not None:
-            caps, lengths = np.minimum(caps, cap), np.minimum(lengths, cap)
-        workers = np.full(len(rl_step), np.nan)
-        if "worker" in self.tables[1].column_names:
-            workers = np.asarray(self.tables[1]["worker"].to_numpy(), np.float64)[self.outcomes]
-        for step, (first, last) in zip(rl_steps, ends.tolist(), strict=True):
-            if first == last:
-                raise ConfigError(f"rl_step {step} has no outcomes to replay")
-            at = order[first:last]
-            yield Requests(
-                rl_step=int(step),
-                policy_version=int(version[at[0]]),
-                prompts=prompts[at],
-                caps=caps[at],
-                lengths=lengths[at],
-                recorded_worker=workers[at],
-                make_keys=partial(self._keys, at),
-                make_rows=partial(self._rows, at, cap),
-            )
 
-    def _keys(self, at: Ints) -> list[Key]:
-        columns = (self.tables[0][name].take(self.workload[at]).to_pylist() for name in KEY)
-        return list(zip(*columns, strict=True))
-
-    def _rows(self, at: Ints, cap: int | None) -> pd.DataFrame:
-        workload, outcomes = self.tables
-        others = [name for name in outcomes.column_names if name not in KEY]
-        parts = [workload.take(self.workload[at]), outcomes.select(others).take(self.outcomes[at])]
-        rows = pd.concat([part.to_pandas() for part in parts], axis=1)
-        return rows if cap is None else cut(rows, cap)
+def _rows(joined: pa.Table, at: Ints, cap: int | None) -> pd.DataFrame:
+    rows = joined.take(at).to_pandas()
+    return rows if cap is None else cut(rows, cap)
 
 
 def changed(requests: Requests, workload: Workload | None, seed: int) -> Requests:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, Unpack, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from .errors import ConfigError, one_line
@@ -22,6 +22,8 @@ MOST_CHARS = 60
 _SELF_EXPLANATORY = ("missing", "extra_forbidden", "value_error", "union_tag_invalid", "union_tag_not_found")
 """Faults explained by their message or place: the value got is not shown again."""
 
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Place = tuple[int | str, ...]
 _Value = TypeVar("_Value")
 _Model = TypeVar("_Model", bound="FrozenModel")

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from tltlab.config import FrozenModel
+from tltlab.config import Count, FiniteModel, Share
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.schedule import ScheduleConfig
 from tltlab.options import Option
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
 Method = Literal["eagle", "eagle3", "mtp"]
 
 
-class LossConfig(FrozenModel):
+class LossConfig(FiniteModel):
     """Training objective of a drafter: `kind`, as published, but with means over steps and over the response's rows.
 
     "eagle" (arXiv 2401.15077): `hidden_weight` * SmoothL1 on the next hidden state + `token_weight` * cross-entropy
@@ -33,10 +29,10 @@ class LossConfig(FrozenModel):
     """
 
     kind: Literal["eagle", "hass", "eagle3", "mtp"] = "eagle"
-    hidden_weight: Weight = 1.0
-    token_weight: Weight = 0.1
-    top_weight: Weight = 1.0
-    unroll: Annotated[int, Field(ge=1)] | None = None
+    hidden_weight: NonNegativeFloat = 1.0
+    token_weight: NonNegativeFloat = 0.1
+    top_weight: NonNegativeFloat = 1.0
+    unroll: Count | None = None
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
 
     @property
@@ -49,20 +45,20 @@ class LossConfig(FrozenModel):
         return "eagle" if self.kind == "hass" else self.kind
 
 
-class OptimConfig(FrozenModel):
+class OptimConfig(FiniteModel):
     """AdamW: the rate rises to `lr` over `warmup` updates.
 
     `betas`, `weight_decay` and `max_grad_norm`, at which gradients are clipped, are those of TLT's released trainer.
     """
 
-    lr: Positive = 1e-3
+    lr: PositiveFloat = 1e-3
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    weight_decay: Weight = 0.01
-    max_grad_norm: Positive = 1.0
-    warmup: Annotated[int, Field(ge=0)] = 20
+    weight_decay: NonNegativeFloat = 0.01
+    max_grad_norm: PositiveFloat = 1.0
+    warmup: NonNegativeInt = 20
 
 
-class TextConfig(FrozenModel):
+class TextConfig(FiniteModel):
     """Selection of texts: at most `responses`, drawn at random, each cut to `max_response_tokens`.
 
     A file's columns hold text or token ids; text of a response ends in the end-of-sequence token. Where a file has no
@@ -81,7 +77,7 @@ class TextConfig(FrozenModel):
     chat: Annotated[bool, Option("Prompts go through the model's chat template.", names=("--chat",))] = False
 
 
-class WarmUpConfig(FrozenModel):
+class WarmUpConfig(FiniteModel):
     """Settings of `tltlab train-drafter`.
 
     At most `updates` updates of `tokens_per_update` tokens. Every `check_every` updates the acceptance of drafts of
@@ -104,11 +100,11 @@ class WarmUpConfig(FrozenModel):
     depth: Annotated[
         int, Field(ge=1, le=255), Option("Tokens of a draft, where acceptance is measured.", min=1, max=255)
     ] = 8
-    memory_gb: Annotated[Positive, Option("GB of hidden states kept; others are recomputed.")] = 1.0
+    memory_gb: Annotated[PositiveFloat, Option("GB of hidden states kept; others are recomputed.")] = 1.0
     seed: Annotated[int, Field(ge=0), Option(min=0)] = 0
 
 
-class ExportConfig(FrozenModel):
+class ExportConfig(FiniteModel):
     """Check of an exported drafter on `num_prompts` prompts, with responses of at most `max_response_tokens`.
 
     Responses are greedy and at `temperature`, with drafts of `depth` tokens. `layout` is that of an EAGLE-3 head's
@@ -117,7 +113,7 @@ class ExportConfig(FrozenModel):
 
     num_prompts: Annotated[Count, Option("Prompts on which acceptance is compared.", min=1)] = 10
     max_response_tokens: Annotated[int, Field(ge=2), Option("Most tokens of a response.", min=2)] = 128
-    temperature: Annotated[Positive, Option("Temperature of the comparison, beside greedy.")] = 1.0
+    temperature: Annotated[PositiveFloat, Option("Temperature of the comparison, beside greedy.")] = 1.0
     depth: Annotated[Count, Option("Tokens of a draft.", min=1)] = 5
     layout: Annotated[
         Literal["speculators", "eagle"],
@@ -126,15 +122,15 @@ class ExportConfig(FrozenModel):
     seed: Annotated[int, Field(ge=0), Option(min=0)] = 0
 
 
-class BufferConfig(FrozenModel):
+class BufferConfig(FiniteModel):
     """A worker's training data: sequences of the last `rl_steps` RL steps, at most `max_bytes`.
 
     One-step-off sampling (TLT section 4.2): `carried_share` of an update's tokens come from the longest sequences of
     earlier RL steps, the rest from finished ones of this step; a shortage on one side is filled from the other.
     """
 
-    max_bytes: Annotated[int, Field(gt=0)] = 1 << 30
-    rl_steps: Annotated[int, Field(ge=1)] = 2
+    max_bytes: PositiveInt = 1 << 30
+    rl_steps: Count = 2
     carried_share: Share = 0.5
 
     @property
@@ -143,7 +139,7 @@ class BufferConfig(FrozenModel):
         return self.max_bytes // 8
 
 
-class DrafterConfig(FrozenModel):
+class DrafterConfig(FiniteModel):
     """A recipe's `[drafter]`: the learned drafter named `name`, trained on rollout workers while others still generate.
 
     `checkpoint` is a head's folder, or its name on the Hugging Face Hub, in a layout that `drafter.heads.layouts`
@@ -170,13 +166,13 @@ class DrafterConfig(FrozenModel):
     schedule: ScheduleConfig = ScheduleConfig()
     canary: CanaryConfig = CanaryConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig(gone_after_s=30.0)
-    capture_bytes: Annotated[int, Field(gt=0)] | None = None
-    tokens_per_update: Annotated[int, Field(ge=1)] = 4096
-    max_updates: Annotated[int, Field(ge=1)] | None = None
-    checkpoint_every: Annotated[int, Field(ge=1)] = 100
-    annotate: Annotated[int, Field(ge=0)] = 4
-    ages: Annotated[int, Field(ge=0)] = 3
-    threads: Annotated[int, Field(ge=1)] = 1
+    capture_bytes: PositiveInt | None = None
+    tokens_per_update: Count = 4096
+    max_updates: Count | None = None
+    checkpoint_every: Count = 100
+    annotate: NonNegativeInt = 4
+    ages: NonNegativeInt = 3
+    threads: Count = 1
     nice: Annotated[int, Field(ge=0, le=19)] = 19
 
     @property

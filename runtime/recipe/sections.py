@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from math import isfinite
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator, model_validator
 
-from tltlab.config import FiniteModel, leaves
+from tltlab.config import Count, FiniteModel, leaves
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import did_you_mean, refuse
 from tltlab.own import paths_in
@@ -88,8 +88,8 @@ class RewardPoolConfig(FiniteModel):
     map `memory_bytes` of memory, None: no limit.
     """
 
-    processes: int = Field(default=1, ge=0)
-    timeout_s: float = Field(default=10.0, gt=0)
+    processes: NonNegativeInt = 1
+    timeout_s: PositiveFloat = 10.0
     on_failure: float = Field(default=0.0, ge=-1e38, le=1e38)
     memory_bytes: int | None = Field(default=None, ge=1 << 28)
 
@@ -102,7 +102,7 @@ class PartialConfig(FiniteModel):
     never.
     """
 
-    concurrency: int = Field(ge=1)
+    concurrency: Count
     max_age: int | None = Field(default=None, ge=1)
 
 
@@ -114,7 +114,7 @@ class ReuseConfig(FiniteModel):
     it stores the distribution at every token, so it is for small vocabularies. "none" is the paper's: off-policy.
     """
 
-    leniency: float = Field(default=1.0, gt=0)
+    leniency: PositiveFloat = 1.0
     residual: Literal["none", "exact"] = "none"
 
 
@@ -130,11 +130,11 @@ class EnvironmentConfig(FiniteModel):
 
     path: str
     stop: tuple[str, ...] = ()
-    max_turns: int = Field(default=8, ge=1)
+    max_turns: Count = 8
     before: str = ""
     after: str = ""
-    processes: int = Field(default=1, ge=0)
-    timeout_s: float = Field(default=10.0, gt=0)
+    processes: NonNegativeInt = 1
+    timeout_s: PositiveFloat = 10.0
 
     @model_validator(mode="before")
     @classmethod
@@ -175,30 +175,30 @@ class RolloutConfig(FiniteModel):
     `partial`, `reuse`, `one_step_off`, `staleness` and `drafter.schedule.kind`.
     """
 
-    num_workers: int = Field(default=2, ge=1)
-    prompts_per_step: int = Field(default=24, ge=1)
+    num_workers: Count = 2
+    prompts_per_step: Count = 24
     group_size: int = Field(default=8, ge=1, le=512)
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: PositiveFloat = 1.0
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
+    top_k: NonNegativeInt = 0
     min_p: float = Field(default=0.0, ge=0, lt=1)
-    max_response_tokens: int = Field(default=768, ge=1)
+    max_response_tokens: Count = 768
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    max_draft_depth: int = Field(default=8, ge=0)
+    max_draft_depth: NonNegativeInt = 8
     policy: str = "none"
     placement: str = "contiguous"
     allow_code: tuple[str, ...] = ()
     graphs: Literal["planned", "stock"] = "planned"
-    graph_gib: float = Field(default=6.0, gt=0)
+    graph_gib: PositiveFloat = 6.0
     drafters: dict[str, DrafterSpec] = Field(default={})
-    repeat_every: int = Field(default=0, ge=0)
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    repeat_every: NonNegativeInt = 0
+    tensor_parallel_size: Count = 1
     gpus_per_worker: float | None = Field(default=None, ge=0)
     partial: PartialConfig | None = None
     reuse: ReuseConfig | None = None
     environment: EnvironmentConfig | None = None
     one_step_off: bool = False
-    staleness: int = Field(default=0, ge=0)
+    staleness: NonNegativeInt = 0
     stale: Literal["hold", "drop"] = "hold"
     system: str | None = None
     vllm: dict[str, Any] = Field(default={})
@@ -285,7 +285,7 @@ class LoraConfig(FiniteModel):
     """
 
     rank: int = Field(default=16, ge=1, le=512)
-    alpha: int = Field(default=32, ge=1)
+    alpha: Count = 32
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     serve: Literal["merged", "adapter"] = "merged"
 
@@ -340,52 +340,52 @@ class TrainConfig(FiniteModel):
     does a resumed run equal the unbroken one bit by bit there.
     """
 
-    steps: int = Field(default=12, ge=1)
+    steps: Count = 12
     epochs: float | None = Field(default=None, gt=0)
     algorithm: (
         Literal["grpo", "dr-grpo", "dapo", "dler", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"]
         | None
     ) = None
-    lr: float = Field(default=5e-4, gt=0)
+    lr: PositiveFloat = 5e-4
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     lr_min_share: float = Field(default=0.0, ge=0, lt=1)
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: NonNegativeInt = 0
     betas: tuple[Beta, Beta] = (0.9, 0.99)
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: NonNegativeFloat = 0.0
     decay_all: bool = True
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    passes: int = Field(default=1, ge=1)
-    minibatches: int = Field(default=2, ge=1)
+    max_grad_norm: PositiveFloat = 1.0
+    passes: Count = 1
+    minibatches: Count = 2
     objective: str = "clip"
     ratio: Literal["token", "sequence"] = "token"
     clip_low: float = Field(default=0.2, gt=0, le=1)
-    clip_high: float = Field(default=0.28, gt=0)
+    clip_high: PositiveFloat = 0.28
     dual_clip: float | None = Field(default=None, gt=1)
-    kl_coef: float = Field(default=0.0, ge=0)
+    kl_coef: NonNegativeFloat = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
-    entropy_coef: float = Field(default=0.0, ge=0)
+    entropy_coef: NonNegativeFloat = 0.0
     baseline: Literal["group", "leave_one_out", "none"] = "group"
     advantage_scale: Literal["group", "batch", "none"] = "group"
     advantage: str | None = None
     aggregation: Literal["token", "sequence", "constant"] = "token"
     overlong: Literal["keep", "filter", "penalty", "zero"] = "keep"
-    overlong_buffer: int = Field(default=0, ge=0)
-    sampling_rounds: int = Field(default=1, ge=1)
+    overlong_buffer: NonNegativeInt = 0
+    sampling_rounds: Count = 1
     sampling_term: str | None = None
     correction: Literal["truncated", "masked", "behaviour", "none"] = "truncated"
     correction_level: Literal["token", "sequence"] = "token"
     correction_cap: float = Field(default=2.0, ge=1)
     accept_biased_sampling: bool = False
-    tokens_per_microbatch: int = Field(default=8192, ge=1)
-    ranks: int = Field(default=1, ge=1)
-    sequence_parallel: int = Field(default=1, ge=1)
+    tokens_per_microbatch: Count = 8192
+    ranks: Count = 1
+    sequence_parallel: Count = 1
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     activation_checkpointing: bool = False
     offload: bool = False
     deterministic: bool = False
-    threads: int = Field(default=1, ge=1)
+    threads: Count = 1
     gpus: float | None = Field(default=None, ge=0)
     lora: LoraConfig | None = None
 
@@ -424,11 +424,11 @@ class EvalConfig(FiniteModel):
     run that is resumed where an evaluation is due makes it again.
     """
 
-    num_prompts: int = Field(default=256, ge=0)
-    every: int = Field(default=0, ge=0)
+    num_prompts: NonNegativeInt = 256
+    every: NonNegativeInt = 0
     temperature: float | None = Field(default=None, ge=0)
-    samples: int = Field(default=1, ge=1)
-    pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    samples: Count = 1
+    pass_at: tuple[Count, ...] = ()
     pass_above: float = 0.0
 
 
@@ -446,8 +446,8 @@ class ClusterConfig(FiniteModel):
 
     placement: Literal["separate", "colocated"] = "separate"
     weights: Literal["auto", "host", "nccl", "ipc"] = "auto"
-    num_nodes: int = Field(default=1, ge=1)
-    gpus_per_node: int = Field(default=0, ge=0)
+    num_nodes: Count = 1
+    gpus_per_node: NonNegativeInt = 0
     gpu: str | None = None
     host: str = "127.0.0.1"
 
@@ -459,8 +459,8 @@ class CheckpointConfig(FiniteModel):
     equals: `checkpoints/best` is a Hugging Face folder, with RL step and reward in its `heldout.json`.
     """
 
-    every: int = Field(default=10, ge=0)
-    keep: int = Field(default=2, ge=1)
+    every: NonNegativeInt = 10
+    keep: Count = 2
     best: bool = False
 
 
@@ -483,11 +483,11 @@ class FaultConfig(FiniteModel):
     does not answer a call within `call_timeout_s` and 20 times the longest such call so far.
     """
 
-    max_restarts: int = Field(default=3, ge=0)
-    start_timeout_s: float = Field(default=600.0, gt=0)
-    collective_timeout_s: float = Field(default=3600.0, gt=0)
-    stopped_timeout_s: float = Field(default=60.0, gt=0)
-    call_timeout_s: float = Field(default=36_000.0, gt=0)
+    max_restarts: NonNegativeInt = 3
+    start_timeout_s: PositiveFloat = 600.0
+    collective_timeout_s: PositiveFloat = 3600.0
+    stopped_timeout_s: PositiveFloat = 60.0
+    call_timeout_s: PositiveFloat = 36_000.0
 
     def patience_s(self, longest_s: float) -> float:
         """Return the time limit of a call, given the longest such call so far."""

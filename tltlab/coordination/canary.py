@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
 from scipy.special import bdtr  # type: ignore[import-untyped, unused-ignore]
 
-from tltlab.config import FrozenModel
+from tltlab.config import Count, FrozenModel, Share
 from tltlab.errors import ConfigError
 from tltlab.records import frozen
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 FALSE_ALARM = 1e-4
 """Chance, at most, that a drafter exactly at the bound is called collapsed in one window, however long it lasts."""
@@ -50,7 +47,7 @@ class CanaryConfig(FrozenModel):
     """
 
     on_collapse: Literal["fallback", "stop"] = "fallback"
-    min_drafts: Annotated[int, Field(ge=1)] = 200
+    min_drafts: Count = 200
     collapse: Share = 0.5
     moved_target: Share = 0.05
     min_predicted: Share = 0.1

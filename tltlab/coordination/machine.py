@@ -17,14 +17,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import field, replace
 from enum import Enum
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
+from pydantic import PositiveFloat
 
-from tltlab.config import FrozenModel
+from tltlab.config import Count, FrozenModel
 from tltlab.records import frozen
-
-PositiveSeconds = Annotated[float, Field(gt=0)]
 
 
 class CoordinatorConfig(FrozenModel):
@@ -36,11 +34,11 @@ class CoordinatorConfig(FrozenModel):
     killed then, None: only when it has to stop.
     """
 
-    min_idle_workers: Annotated[int, Field(ge=1)] = 1
-    max_members: Annotated[int, Field(ge=1)] | None = None
+    min_idle_workers: Count = 1
+    max_members: Count | None = None
     late_join: bool = True
-    yield_timeout_s: PositiveSeconds = 5.0
-    gone_after_s: PositiveSeconds | None = None
+    yield_timeout_s: PositiveFloat = 5.0
+    gone_after_s: PositiveFloat | None = None
 
 
 @frozen

@@ -10,9 +10,9 @@ import math
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from tltlab.config import FrozenModel
+from tltlab.config import FiniteModel, Share
 from tltlab.records import frozen
 
 PADDED_SAMPLES_PER_S, PACKED_SAMPLES_PER_S = 13.3, 29.6
@@ -23,12 +23,8 @@ CHECKPOINT_S = {"sync": 0.893, "async": 0.280, "selective": 0.097}
 
 _ROUNDING = 1e-9
 
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Share = Annotated[float, Field(ge=0, le=1)]
 
-
-class SpotTraining(FrozenModel):
+class SpotTraining(FiniteModel):
     """Rates and costs of one training group; the defaults are TLT's where it gives them, else stated assumptions.
 
     An update trains `samples_per_update` samples of `sample_tokens` tokens in
@@ -54,19 +50,19 @@ class SpotTraining(FrozenModel):
     """
 
     kind: Literal["spot_training"] = "spot_training"
-    padded_samples_per_s: _Positive = PADDED_SAMPLES_PER_S
-    packing_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = PACKED_SAMPLES_PER_S / PADDED_SAMPLES_PER_S
+    padded_samples_per_s: PositiveFloat = PADDED_SAMPLES_PER_S
+    packing_factor: Annotated[float, Field(ge=1)] = PACKED_SAMPLES_PER_S / PADDED_SAMPLES_PER_S
     packed: bool = True
-    scaling_efficiency: _Share = 0.9
+    scaling_efficiency: Share = 0.9
     samples_per_update: PositiveInt = 8
-    sample_tokens: _Positive = 2048.0
-    optimizer_s: _Seconds = 0.0
-    start_s: _Seconds = 5.0
-    join_s: _Seconds = 1.0
+    sample_tokens: PositiveFloat = 2048.0
+    optimizer_s: NonNegativeFloat = 0.0
+    start_s: NonNegativeFloat = 5.0
+    join_s: NonNegativeFloat = 1.0
     checkpoint_every: PositiveInt | None = 100
-    checkpoint_s: _Seconds = CHECKPOINT_S["selective"]
-    yield_s: _Seconds = 0.0
-    carried_share: _Share = 0.25
+    checkpoint_s: NonNegativeFloat = CHECKPOINT_S["selective"]
+    yield_s: NonNegativeFloat = 0.0
+    carried_share: Share = 0.25
 
     @property
     def samples_per_s(self) -> float:

@@ -10,13 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field
 
 from tltlab.arrays import Floats
-from tltlab.config import FrozenModel
+from tltlab.config import Count, FrozenModel, Share
 from tltlab.records import frozen
 from tltlab.state import DrafterState
 
@@ -290,8 +289,8 @@ class ScheduleConfig(FrozenModel):
     """
 
     kind: Literal["never", "always", "every", "acceptance-drops", "gated"] = "gated"
-    every: Annotated[int, Field(ge=1)] = 10
-    drop: Annotated[float, Field(ge=0, le=1)] = 0.03
+    every: Count = 10
+    drop: Share = 0.03
 
 
 class TrainingSchedule:

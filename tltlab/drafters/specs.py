@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, model_validator
 
 from tltlab.config import Built, FiniteModel
 from tltlab.errors import ConfigError, did_you_mean
@@ -122,7 +122,7 @@ class HybridSpec(FiniteModel):
     kind: Literal["hybrid"] = "hybrid"
     first: str = "suffix"
     otherwise: str = "learned"
-    min_expected: float = Field(default=1.0, ge=0)
+    min_expected: NonNegativeFloat = 1.0
 
     def choose(self, first: Draft, other_expected: float) -> bool:
         """Return True if the draft `first` is to be used.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, NonNegativeInt, field_validator
 from pydantic import model_validator as validator
 
 from tltlab.config import Built, FiniteModel, faults_in, shown
@@ -43,9 +43,9 @@ class Activation(FiniteModel):
     """Settings of `ElasticActivation`."""
 
     kind: Literal["elastic"] = "elastic"
-    max_requests: int = Field(default=32, ge=0)
+    max_requests: NonNegativeInt = 32
     count: Count = "running"
-    hold_iterations: int = Field(default=10, ge=0)
+    hold_iterations: NonNegativeInt = 10
 
     def wrap(self, inner: Selector) -> Selector:
         return ElasticActivation(inner, self.max_requests, self.count, self.hold_iterations)
