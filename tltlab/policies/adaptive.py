@@ -18,7 +18,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .goodput import kept_by_position
 from .reward import Reward
-from .selector import Selector, refuse_other_arms, rng_state, set_rng_state
+from .selector import Selector
 
 NUM_BANDS = 14
 """Bands of batch sizes [1], [2, 3], [4, 7], ...; the last is open-ended."""
@@ -88,6 +88,8 @@ class Adaptive(Selector, kind="adaptive"):
     >>> [str(strategy) for strategy in adaptive.strategies]
     ['none', 'ngram:1', 'ngram:2']
     """
+
+    by_arm = True
 
     def __init__(
         self,
@@ -340,24 +342,20 @@ class Adaptive(Selector, kind="adaptive"):
         return _TOKENS_PER_SECOND(choice.strategy, outcome) if choice.strategy in self._index else None
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "arms": [str(strategy) for strategy in self.strategies],
+        return super().state_dict() | {
             "arrays": {name: getattr(self, name).tolist() for name in _ARRAYS},
             "values": {name: getattr(self, name) for name in _VALUES},
             "pending": [[*row, list(map(float, accepted))] for *row, accepted in self.pending_],
-            "rng": rng_state(self.rng),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; ConfigError when it belongs to other drafters or depths."""
-        refuse_other_arms(state["arms"], [str(strategy) for strategy in self.strategies])
+        super().load_state_dict(state)
         for name in _ARRAYS:
             setattr(self, name, np.array(state["arrays"][name], np.float64))
         for name in _VALUES:
             setattr(self, name, state["values"][name])
         self.chances_ = list(self.chances_)
         self.pending_ = [tuple(row) for row in state["pending"]]
-        set_rng_state(self.rng, state["rng"])
 
 
 _ARRAYS = ("coef_", "covariance_", "errors_", "drafts_", "offered_")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from tltlab.state import Choice, StepOutcome, StepState
 
 from .beg_mab import BegMab
 from .reward import RewardKind, Statistic
-from .selector import Selector, StrategyField, refuse_other_arms, rng_state, set_rng_state
+from .selector import Selector, StrategyField
 from .simple import checked_strategies
 
 
@@ -49,6 +48,8 @@ class Ucb1(EpsilonGreedy, kind="ucb1"):
     the other unseen arms.
     """
 
+    state_names = ("rounds_",)
+
     def __init__(
         self,
         strategies: Sequence[StrategyField],
@@ -75,13 +76,6 @@ class Ucb1(EpsilonGreedy, kind="ucb1"):
         self.rounds_ += choice.strategy in self.strategies and self.reward(choice, outcome) is not None
         super().observe(choice, outcome)
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"rounds": self.rounds_}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.rounds_ = state["rounds"]
-
 
 class Hedge(Selector, kind="hedge"):
     """Exponential weights over drafters (Not-a-Bandit / HedgeSpec, arXiv 2510.20064), with bandit feedback.
@@ -97,6 +91,9 @@ class Hedge(Selector, kind="hedge"):
     >>> hedge.losses_
     [0.0, 1.5]
     """
+
+    state_names = ("losses_", "rounds_")
+    by_arm = True
 
     def __init__(self, strategies: Sequence[StrategyField], *, rng: np.random.Generator) -> None:
         self.strategies = checked_strategies(strategies)
@@ -125,13 +122,3 @@ class Hedge(Selector, kind="hedge"):
         loss = 1.0 - (outcome.accept_length - 1.0) / max(arm.reach for arm in self.strategies)
         self.losses_[self.strategies.index(choice.strategy)] += loss / choice.propensity
         self.rounds_ += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        arms = [str(arm) for arm in self.strategies]
-        return {"arms": arms, "losses": list(self.losses_), "rounds": self.rounds_, "rng": rng_state(self.rng)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; ConfigError when it belongs to other arms."""
-        refuse_other_arms(state["arms"], [str(arm) for arm in self.strategies])
-        self.losses_, self.rounds_ = list(state["losses"]), state["rounds"]
-        set_rng_state(self.rng, state["rng"])

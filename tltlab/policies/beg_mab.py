@@ -14,7 +14,7 @@ from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .reward import Reward, RewardKind, Statistic, Window
-from .selector import Selector, StrategyField, as_tuples, refuse_other_arms, rng_state, set_rng_state
+from .selector import Selector, StrategyField, as_tuples
 from .simple import bucket_of, checked_strategies, checked_thresholds
 
 
@@ -52,6 +52,8 @@ class BegMab(Selector, kind="beg-mab"):
     >>> str(choice.strategy), choice.bucket
     ('ngram:8', 0)
     """
+
+    by_arm = True
 
     def __init__(
         self,
@@ -132,23 +134,18 @@ class BegMab(Selector, kind="beg-mab"):
         return self.reward_(choice.strategy, outcome)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "arms": self._arm_names(),
-            "windows": [[list(window.values) for window in windows.values()] for windows in self.windows_],
-            "reward": self.reward_.state_dict(),
-            "rng": rng_state(self.rng),
-        }
+        windows = [[list(window.values) for window in windows.values()] for windows in self.windows_]
+        return super().state_dict() | {"windows": windows, "reward": self.reward_.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; ConfigError when it belongs to other arms."""
-        refuse_other_arms(state["arms"], self._arm_names())
+        super().load_state_dict(state)
         for windows, rewards in zip(self.windows_, state["windows"], strict=True):
             for window, values in zip(windows.values(), rewards, strict=True):
                 window.refill(values)
         self.reward_.load_state_dict(state["reward"])
-        set_rng_state(self.rng, state["rng"])
 
-    def _arm_names(self) -> list[list[str]]:
+    @property
+    def arm_names(self) -> list[list[str]]:
         return [[str(arm) for arm in arms] for arms in self.arms]
 
 

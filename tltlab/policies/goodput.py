@@ -19,7 +19,7 @@ from tltlab.files import read_json
 from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .selector import Selector, StrategyField, rng_state, set_rng_state
+from .selector import Selector, StrategyField
 from .simple import checked_strategies
 
 PRIOR_DRAFTS = 16.0
@@ -70,6 +70,9 @@ class Goodput(Selector, kind="goodput"):
     >>> [str(goodput.choose(StepState(rl_step=0, batch=batch)).strategy) for batch in (1, 64)]
     ['ngram:4', 'none']
     """
+
+    state_names = ("reached_", "kept_")
+    by_arm = True
 
     def __init__(
         self,
@@ -160,23 +163,9 @@ class Goodput(Selector, kind="goodput"):
             if strategy.speculates:
                 self._tokens[strategy] = yields[strategy.drafter][strategy.reach - 1]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "reached": {name: list(counts) for name, counts in self.reached_.items()},
-            "kept": {name: list(counts) for name, counts in self.kept_.items()},
-            "rng": rng_state(self.rng),
-        }
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; ConfigError when it belongs to other drafters or depths."""
-        saved = {name: len(counts) for name, counts in state["reached"].items()}
-        depths = {name: len(counts) for name, counts in self.reached_.items()}
-        if saved != depths:
-            raise ConfigError(f"the saved state has the drafters and depths {saved}, this policy has {depths}")
-        self.reached_ = {name: list(counts) for name, counts in state["reached"].items()}
-        self.kept_ = {name: list(counts) for name, counts in state["kept"].items()}
+        super().load_state_dict(state)
         self._estimate()
-        set_rng_state(self.rng, state["rng"])
 
 
 def kept_by_position(accepted: Floats, depth: int) -> Floats:

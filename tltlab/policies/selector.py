@@ -10,6 +10,7 @@ from __future__ import annotations
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -95,7 +96,8 @@ class Selector(ABC):
     `strategies` lists everything `choose` may return: engines size their buffers by it. `memoryless` promises that
     `choose` depends on nothing but `batch` and `waiting` and that `observe` does nothing; the caller then asks once
     per change of these. `needs` names what the policy cannot do without (`WHOLE_TOKENS`): callers that lack it refuse
-    the policy before anything starts.
+    the policy before anything starts. `state_names` are the attributes that a saved state holds, JSON types all; where
+    they are `by_arm`, the state of a policy with other arms is refused.
 
     A class declared with a kind, as in `class Fixed(Selector, kind="fixed")`, has a `Spec`: the model of its settings
     in policy files, made of the constructor's signature. Files know those listed in `specs.SELECTORS`.
@@ -105,6 +107,9 @@ class Selector(ABC):
     strategies: tuple[Strategy, ...] = ()
     memoryless: bool = False
     needs: frozenset[str] = frozenset()
+    state_names: ClassVar[tuple[str, ...]] = ()
+    by_arm: ClassVar[bool] = False
+    rng: np.random.Generator
 
     def __init_subclass__(cls, kind: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -134,12 +139,28 @@ class Selector(ABC):
         """Reward that `observe` would learn from, None for none. Recorded in decisions.parquet."""
         return None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything learned, as JSON types."""
-        return {}
+    @property
+    def arm_names(self) -> list[Any]:
+        """What learned state belongs to, where it is `by_arm`."""
+        return [str(strategy) for strategy in self.strategies]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """Take back what `state_dict` gave."""
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned, as JSON types: the attributes `state_names`, and the position of a generator `rng`."""
+        state = {name.rstrip("_"): deepcopy(getattr(self, name)) for name in self.state_names}
+        if self.by_arm:
+            state["arms"] = self.arm_names
+        if isinstance(rng := getattr(self, "rng", None), np.random.Generator):
+            state["rng"] = {key: _plain(value) for key, value in rng.bit_generator.state.items()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave; ConfigError for that of other arms."""
+        if self.by_arm and state.get("arms", self.arm_names) != self.arm_names:
+            raise ConfigError(f"the saved state has the arms {state['arms']}, this policy has {self.arm_names}")
+        for name in self.state_names:
+            setattr(self, name, deepcopy(state[name.rstrip("_")]))
+        if "rng" in state:
+            self.rng.bit_generator.state = state["rng"]
 
 
 def as_choice(selector: Selector, answer: Strategy | Choice) -> Choice:
@@ -157,22 +178,6 @@ def as_choice(selector: Selector, answer: Strategy | Choice) -> Choice:
 def chosen(selector: Selector, state: StepState) -> Choice:
     """Ask a selector for a choice."""
     return as_choice(selector, selector.choose(state))
-
-
-def rng_state(rng: np.random.Generator) -> dict[str, Any]:
-    """The generator's position as JSON types, for `Selector.state_dict`."""
-    return {key: _plain(value) for key, value in rng.bit_generator.state.items()}
-
-
-def set_rng_state(rng: np.random.Generator, state: dict[str, Any]) -> None:
-    """Move `rng` to a position that `rng_state` gave; both must be of one kind (PCG64, ...)."""
-    rng.bit_generator.state = state
-
-
-def refuse_other_arms(saved: list[Any], arms: list[Any]) -> None:
-    """ConfigError where a saved state has other arms."""
-    if saved != arms:
-        raise ConfigError(f"the saved state has the arms {saved}, this policy has {arms}")
 
 
 def _plain(value: Any) -> Any:

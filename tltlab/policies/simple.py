@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from tltlab.errors import ConfigError
 from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .selector import Selector, StrategyField, as_tuples, rng_state, set_rng_state
+from .selector import Selector, StrategyField, as_tuples
 
 
 class NoSpeculation(Selector, kind="none"):
@@ -96,6 +96,8 @@ class AcceptLadder(Selector, kind="ladder"):
     'learned:1'
     """
 
+    state_names = ("ladder_step_", "left_", "average_")
+
     def __init__(
         self,
         strategies: Sequence[StrategyField],
@@ -139,12 +141,6 @@ class AcceptLadder(Selector, kind="ladder"):
         elif self.ladder_step_ and self.average_ <= depths[self.ladder_step_ - 1] - self.slack - self.hysteresis:
             self.ladder_step_ -= 1
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"ladder_step": self.ladder_step_, "left": self.left_, "average": self.average_}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.ladder_step_, self.left_, self.average_ = state["ladder_step"], state["left"], state["average"]
-
 
 class Explore(Selector, kind="explore"):
     """Picks uniformly at random and holds the pick for `hold_iterations`: data for fits and off-policy estimates.
@@ -152,6 +148,8 @@ class Explore(Selector, kind="explore"):
     A block longer than one iteration lets drafter caches and queued work settle. The propensity is 1/n throughout a
     block: the chance that this block got this strategy.
     """
+
+    state_names = ("current_", "left_")
 
     def __init__(
         self, strategies: Sequence[StrategyField], hold_iterations: int = 20, *, rng: np.random.Generator
@@ -170,14 +168,6 @@ class Explore(Selector, kind="explore"):
             self.left_ = self.hold_iterations
         self.left_ -= 1
         return Choice(self.strategies[self.current_], 1.0 / len(self.strategies))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"current": self.current_, "left": self.left_, "rng": rng_state(self.rng)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.current_ = state["current"]
-        self.left_ = state["left"]
-        set_rng_state(self.rng, state["rng"])
 
 
 def bucket_of(thresholds: Sequence[int], batch: int) -> int:

@@ -48,6 +48,8 @@ class ElasticActivation(Wrapper):
     before speculation comes on, which then stays on until the rollout ends.
     """
 
+    state_names = ("on_", "held_", "rl_step_")
+
     def __init__(
         self, inner: Selector, max_requests: int = 32, count: Count = "running", hold_iterations: int = 10
     ) -> None:
@@ -85,10 +87,10 @@ class ElasticActivation(Wrapper):
         return Choice(NO_SPECULATION, learns=False, stays=True, least_batch=self.max_requests + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"on": self.on_, "held": self.held_, "rl_step": self.rl_step_, "inner": self.inner.state_dict()}
+        return super().state_dict() | {"inner": self.inner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.on_, self.held_, self.rl_step_ = state["on"], state["held"], state["rl_step"]
+        super().load_state_dict(state)
         self.inner.load_state_dict(state["inner"])
 
 

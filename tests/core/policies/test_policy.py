@@ -182,10 +182,10 @@ class Coin(Selector):
     strategies = Halving.strategies
 
     def __init__(self, rng):
-        self.rng = rng
+        self.coins = rng
 
     def choose(self, state):
-        return Choice(self.strategies[int(self.rng.integers(2))], propensity=0.5)
+        return Choice(self.strategies[int(self.coins.integers(2))], propensity=0.5)
 
 class Liar(Halving):
     strategies = (NO_SPECULATION,)

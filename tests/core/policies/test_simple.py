@@ -11,7 +11,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.bandits import Hedge, Ucb1
 from tltlab.policies.policy import SHIPPED
 from tltlab.policies.reward import Reward, Window
-from tltlab.policies.selector import Selector, rng_state, set_rng_state
+from tltlab.policies.selector import Selector
 from tltlab.policies.simple import AcceptLadder, BatchTable, Explore, bucket_of, checked_thresholds
 from tltlab.state import Choice, StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -186,10 +186,10 @@ def test_a_ladder_counts_outcomes_of_its_rung_only():
 
 @pytest.mark.parametrize("kind", [np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64])
 def test_a_generators_position_survives_json(kind):
-    rng, other = np.random.Generator(kind(1)), np.random.Generator(kind(2))
-    rng.random(7)
-    set_rng_state(other, json.loads(json.dumps(rng_state(rng))))
-    assert other.random(5).tolist() == rng.random(5).tolist()
+    first, other = (Explore([NO_SPECULATION], rng=np.random.Generator(kind(seed))) for seed in (1, 2))
+    first.rng.random(7)
+    other.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert other.rng.random(5).tolist() == first.rng.random(5).tolist()
 
 
 # The contract suite finds what it should find
