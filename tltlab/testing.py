@@ -81,13 +81,10 @@ def check_strategies(factory: Factory, drafters: Drafters | None = None) -> None
         assert not hasattr(selector, name), f"{name} is not read: return Choice(strategy, propensity, bucket)"
     try:
         refuse_needs(selector)
+        if drafters is not None:
+            drafters.check(strategies)
     except ConfigError as error:
         raise AssertionError(str(error)) from error
-    if drafters is not None:
-        try:
-            drafters.check(strategies)
-        except ConfigError as error:
-            raise AssertionError(f"strategies: {error}") from error
 
 
 def check_choices(factory: Factory) -> None:
@@ -251,7 +248,7 @@ def _names(strategies: Sequence[Strategy]) -> str:
     return ", ".join(map(str, strategies))
 
 
-def check_drafter(source: Callable[[], Drafter] | type[Drafter] | Drafter) -> None:
+def check_drafter(source: Callable[[], Drafter] | Drafter) -> None:
     """Check that a drafter keeps every promise of `Drafter`; AssertionError if it does not. An instance is copied.
 
     It proposes at most as many tokens as are asked for, and expects no more to be kept; the same calls give the same
@@ -345,7 +342,7 @@ def _draft(draft: Any, depth: int) -> tuple[list[int], float]:
     return tokens, float(expected)
 
 
-def check_placement(source: Callable[[], Placement] | type[Placement] | Placement) -> None:
+def check_placement(source: Callable[[], Placement] | Placement) -> None:
     """Check that a placement keeps every promise of `Placement`; AssertionError if it does not.
 
     It returns a queue for each worker, with each request in one of them, and the same queues when it is asked again;
@@ -365,7 +362,7 @@ def check_placement(source: Callable[[], Placement] | type[Placement] | Placemen
             assert queues == again, f"place returned {queues} and then {again} {about}"
 
 
-def check_planner(source: Callable[[], RolloutPlanner] | type[RolloutPlanner] | RolloutPlanner) -> None:
+def check_planner(source: Callable[[], RolloutPlanner] | RolloutPlanner) -> None:
     """Check that a planner returns actions that can be done in the rollouts of an example; AssertionError if not.
 
     Rollouts of 0 to 40 requests on four engines, some held, with and without ended ones and costs of another shape.
@@ -397,7 +394,7 @@ def check_planner(source: Callable[[], RolloutPlanner] | type[RolloutPlanner] | 
             assert not math.isnan(planner.asked_below), "asked_below must be a number"
 
 
-def check_costs(source: Callable[[], CostModel] | type[CostModel] | CostModel) -> None:
+def check_costs(source: Callable[[], CostModel] | CostModel) -> None:
     """Check that a cost model keeps every promise of `CostModel`; AssertionError if it does not.
 
     Seconds are finite, 0 or more, linear in the context, and the same when asked again; drafting is a part of them,
@@ -439,7 +436,7 @@ def check_costs(source: Callable[[], CostModel] | type[CostModel] | CostModel) -
     assert math.isclose(whole_s, parts_s, rel_tol=1e-9), f"chunks of a prompt take {parts_s} s, the whole {whole_s} s"
 
 
-def check_acceptance(source: Callable[[], AcceptanceModel] | type[AcceptanceModel] | AcceptanceModel) -> None:
+def check_acceptance(source: Callable[[], AcceptanceModel] | AcceptanceModel) -> None:
     """Check that an acceptance model keeps every promise of its base class; AssertionError if it does not.
 
     P(accepted >= i) lies in [0, 1] and falls with i, one row per request, the same row where requests are alike;

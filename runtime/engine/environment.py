@@ -20,7 +20,7 @@ def run_json(recipe: Recipe) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that results depend on."""
-    packages: dict[str, str] = made_by("torch", "ray", "transformers", "simpy", "numpy")["versions"]
+    packages: dict[str, str] = made_by()["versions"]
     return {"python": packages["python"], "vllm": installed_vllm()} | packages
 
 

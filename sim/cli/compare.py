@@ -70,7 +70,7 @@ def compare(
     result: dict[str, Any] = {"rows": rows, "figures": "simulated", **{key: found.attrs[key] for key in names}}
     result |= {
         "logged_rollout_share": share, "trace": source.manifest.name or str(trace), "settings": to_json(config),
-        **made_by("numpy", "scipy", "simpy"),
+        **made_by(),
     }  # fmt: skip
     if out is not None:
         if out.suffix == ".json":

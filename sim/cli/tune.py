@@ -45,7 +45,7 @@ def tune(
         raise ConfigError(f"{journal} has the trials of an interrupted tune: continue with --resume, or remove it")
     sources = [read(path) for path in traces]
     progress(f"tuning on {', '.join(str(s.manifest.name or p) for s, p in zip(sources, traces, strict=True))}")
-    origin = made_by("numpy", "scipy", "simpy", "optuna") | {"paths": [str(path) for path in traces]}
+    origin = made_by() | {"paths": [str(path) for path in traces]}
     with ExitStack() as showing:
         bar = showing.enter_context(progress_bar("simulation", None))
         showing.enter_context(counted(lambda: bar("")))

