@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,8 @@ class DemoSetting:
 
     def policies(self) -> list[str]:
         """The policy of each RL step. Plain and exploring steps alternate, so neither owns a stage of training."""
-        plain, explore = [PLAIN] * self.plain_steps, [EXPLORE] * self.explore_steps
-        mixed = [p for pair in zip(explore, plain, strict=False) for p in pair]
-        return [*mixed, *plain[len(explore) :], *explore[len(plain) :], *[TUNED] * self.tuned_steps,
-                *[ADAPTIVE] * self.adaptive_steps]  # fmt: skip
+        mixed = chain.from_iterable(zip_longest([EXPLORE] * self.explore_steps, [PLAIN] * self.plain_steps))
+        return [*filter(None, mixed), *[TUNED] * self.tuned_steps, *[ADAPTIVE] * self.adaptive_steps]
 
 
 FULL = DemoSetting(

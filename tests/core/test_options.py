@@ -37,7 +37,6 @@ class Settings:
     ranges: Annotated[bool | None, Option("Ranges. [default: where assumed]")] = None
     is_fast: Annotated[bool, Option("Fast.", names=("--fast",))] = False
     folder: Annotated[Path | None, Option("A folder.", parse=Path, metavar="DIR")] = None
-    secret: Annotated[str | None, Option("Nobody reads this.", hidden=True)] = None
     inner: dict[str, int] | None = None
 
     def __post_init__(self):

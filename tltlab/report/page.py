@@ -48,11 +48,9 @@ class Picture:
         names, is_wide = series_names(figure), figure.get_figwidth() > _CHART_IN
         # Timelines, which alone are wide, have so many shapes that drawing them as SVG takes seconds.
         svg = "" if is_wide else inline_svg(figure, names)
-        if not 0 < len(svg) <= _MOST_INLINE:
-            return cls(
-                source=data_uri(figure), alt=alt, caption=caption, shape=shape or ("wide" if is_wide else "chart")
-            )
-        return cls(svg=svg, names=names, alt=alt, caption=caption, shape=shape or "chart")
+        drawn = {"svg": svg} if 0 < len(svg) <= _MOST_INLINE else {"source": data_uri(figure)}
+        looks = shape or ("wide" if is_wide else "chart")
+        return cls(**drawn, names=names, alt=alt, caption=caption, shape=looks)
 
 
 @frozen

@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
-from tltlab.arrays import Ints
 from tltlab.charts import lines, scatter_identity, shares
 from tltlab.console import json_rows, progress
 from tltlab.doctor.evidence import accepted_pairs
@@ -157,20 +155,20 @@ def verify_part(run: Path, trace: Trace, summary: Mapping[str, Any], *, compute:
             return _predictions(verification, "As the run wrote it (summary.json).")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Lacking(f"summary.json has it otherwise than tltlab writes it ({error})") from error
-    if not compute:
-        raise Lacking("left out by --no-verify")
-    if trace.iterations is None or trace.steps is None or trace.manifest.kind != "recorded":
-        raise Lacking("only a recorded run with iterations and steps can be predicted")
-    progress(f"predicting {len(trace.rl_steps)} RL steps from the others (--no-verify leaves this out)")
-    with _simulating():
+    with _simulating(trace, f"predicting {len(trace.rl_steps)} RL steps from the others", compute=compute):
         from tltlab.sim.verification.rollouts import verify
 
         return _predictions(verify(trace, jobs=None).json(), "Computed for this page (tltlab verify).")
 
 
 @contextmanager
-def _simulating() -> Iterator[None]:
-    """Raise Lacking within for what a simulation lacks."""
+def _simulating(trace: Trace, activity: str, *, compute: bool) -> Iterator[None]:
+    """Raise Lacking for what a simulation of a recorded run lacks, before and within, and unless `compute`."""
+    if not compute:
+        raise Lacking("left out by --no-verify")
+    if trace.iterations is None or trace.steps is None or trace.manifest.kind != "recorded":
+        raise Lacking("only a recorded run with iterations and steps can be simulated again")
+    progress(f"{activity} (--no-verify leaves this out)")
     try:
         yield
     except TltlabError as error:
@@ -182,12 +180,7 @@ def _simulating() -> Iterator[None]:
 @titled("Where the seconds go")
 def waterfall_part(trace: Trace, *, compute: bool) -> Sequence[Block]:
     """From the clairvoyant bound to the measured makespan, for each policy that ran, where `compute`."""
-    if not compute:
-        raise Lacking("left out by --no-verify")
-    if trace.iterations is None or trace.steps is None or trace.manifest.kind != "recorded":
-        raise Lacking("only a recorded run with iterations and steps is explained; others: tltlab.waterfall in Python")
-    progress("simulating what the rollouts lose (--no-verify leaves this out)")
-    with _simulating():
+    with _simulating(trace, "simulating what the rollouts lose", compute=compute):
         from tltlab.sim.study.waterfall import waterfall
 
         whole = waterfall(trace, jobs=None)
@@ -413,7 +406,7 @@ def arms_part(trace: Trace) -> Sequence[Block]:
         raise Lacking("the trace has no decisions.parquet")
     table = table.assign(arm=strategy_names(table))
     counts = table["arm"].value_counts(sort=False).sort_index().sort_values(ascending=False, kind="stable")
-    shown = sorted(counts.index[: _MOST_ARMS if len(counts) <= _MOST_ARMS else _MOST_ARMS - 1], key=_arm_order)
+    shown = counts.index[: _MOST_ARMS if len(counts) <= _MOST_ARMS else _MOST_ARMS - 1]
     table["arm"] = table["arm"].where(table["arm"].isin(shown), "other")
     arms = [*shown, *(["other"] if (table["arm"] == "other").any() else [])]
     alt = ", ".join(f"{name} {num / len(table):.0%}" for name, num in counts.items())
@@ -427,11 +420,6 @@ def arms_part(trace: Trace) -> Sequence[Block]:
     figure = shares(share.index.to_numpy(), {arm: share[arm] for arm in arms}, xlabel=xlabel, title=heading)
     caption = f"{len(table):,} decisions, one per engine iteration that had something to decide."
     return [Picture.of(figure, alt=f"Share of decisions for each strategy: {alt}.", caption=caption)]
-
-
-def _arm_order(name: str) -> tuple[bool, str, int, str]:
-    drafter, _, depth = name.partition(":")
-    return (name != "none", drafter, int(depth) if depth.isdigit() else 0, name)
 
 
 @titled("Timeline")
@@ -512,7 +500,12 @@ def lengths_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Sequence[Bl
     quantiles = ", ".join(f"{'longest' if p == 100 else f'p{p}'} {number(v, ',.0f')}" for p, v in percentiles)
     caption = f"{num:,} responses. Tokens: {quantiles}. Cut at the cap: {cut:.1%}."
     alt = f"Share of responses longer than a number of tokens: {quantiles}."
-    figure = _longer_than({"all RL steps": _lengths(trace)})
+    lengths = np.sort(np.concatenate([part.outcomes["response_tokens"].to_numpy() for part in trace.parts()]))
+    # At so few lengths that they can be drawn.
+    at = np.unique(np.concatenate([[0], np.quantile(lengths, np.linspace(0, 1, _MOST_POINTS), method="nearest")]))
+    running = 100 * (1 - np.searchsorted(lengths, at, side="right") / len(lengths))
+    series = {"all RL steps": (at, running)}
+    figure = lines(series, xlabel="tokens", ylabel="% still running", title="Responses longer than ...")
     blocks: list[Block] = [Picture.of(figure, alt=alt, caption=caption)]
     if len(steps) > 1:
         over = {
@@ -524,19 +517,6 @@ def lengths_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Sequence[Bl
         alt = "Median, 95th percentile and longest response of each RL step."
         blocks.append(Picture.of(figure, alt=alt, caption=caption))
     return blocks
-
-
-def _lengths(trace: Trace) -> Ints:
-    return np.sort(np.concatenate([part.outcomes["response_tokens"].to_numpy() for part in trace.parts()]))
-
-
-def _longer_than(lengths_of: Mapping[str, Ints]) -> Figure:
-    """Percent of responses longer than x, at so few x that they can be drawn, for ascending lengths by name."""
-    series = {}
-    for name, lengths in lengths_of.items():
-        at = np.unique(np.concatenate([[0], np.quantile(lengths, np.linspace(0, 1, _MOST_POINTS), method="nearest")]))
-        series[name] = at, 100 * (1 - np.searchsorted(lengths, at, side="right") / len(lengths))
-    return lines(series, xlabel="tokens", ylabel="% still running", title="Responses longer than ...")
 
 
 @titled("RL steps")
