@@ -485,5 +485,5 @@ class DrafterPool(Mapping[str, DrafterState]):
         if drafter is None:
             spec = self.specs[name]
             assert not isinstance(spec, LearnedSpec | HybridSpec)
-            drafter = self._model_free[name] = spec if isinstance(spec, Drafter) else spec.build()
+            drafter = self._model_free[name] = spec if isinstance(spec, Drafter) else spec.make()
         return drafter

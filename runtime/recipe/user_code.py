@@ -69,9 +69,9 @@ def refuse_code(run: Path, names: Iterable[str]) -> None:
 def code_of(recipe: Sections) -> Iterator[str]:
     """Modules that do not come with tltlab, and arguments of vLLM, by which training imports code."""
     rollout = recipe.rollout
-    for path in [*(term.path for term in recipe.reward_terms), recipe.train.advantage or ""]:
-        yield from _foreign(path)
-    for path in (recipe.train.objective, *paths_in(f"{rollout.policy} {rollout.placement}")):
+    rewards = [term.path for term in recipe.reward_terms]
+    own = paths_in(f"{rollout.policy} {rollout.placement}")
+    for path in (*rewards, recipe.train.advantage or "", recipe.train.objective, *own):
         yield from _foreign(path)
     yield from rollout.allow_code
     yield from code_of_engines(rollout)

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from tltlab.planning.composition import Admission, SharedBuffer
-from tltlab.planning.dispatch import group_estimate, may_start
+from tltlab.planning.dispatch import may_start
 from tltlab.records import frozen
 
 from .random_numbers import request_seeds, uniforms
@@ -302,7 +302,7 @@ class BufferFeed(RequestFeed):
         self._capacity = math.inf if capacity is None else float(capacity)
         self._reserved = [0.0] * num_workers
         self._counts = [0] * num_workers
-        self._finished: dict[str, list[int]] = {}
+        self._longest: dict[str, int] = {}
         self._ordered = False
         self._first = {chain[-1]: chain[0] for chain in requests.chains}
         """First turn by a response's last: a response continues where it began, and is finished with its last turn."""
@@ -312,8 +312,8 @@ class BufferFeed(RequestFeed):
 
     def _priority(self, request: int) -> tuple[bool, int]:
         key = self._requests.keys[request]
-        done = self._finished.get(key[1], ())
-        return key[2] == 0, group_estimate(done, self._requests.max_response_tokens[request])
+        # Seer's L_g (arXiv 2511.14617, Alg. 2): the longest finished sample of a group, the cap before any.
+        return key[2] == 0, self._longest.get(key[1], self._requests.max_response_tokens[request])
 
     def _needs(self, request: int) -> float:
         chunk = min(self._rule.chunk_tokens, self._requests.max_response_tokens[request])
@@ -347,7 +347,7 @@ class BufferFeed(RequestFeed):
     def finished(self, requests: Sequence[int], worker: int, room_tokens: float = math.inf) -> list[int]:
         for request in (self._first[last] for last in requests if last in self._first):
             name = self._requests.keys[request][1]
-            self._finished.setdefault(name, []).append(self._tokens[request])
+            self._longest[name] = max(self._longest.get(name, 0), self._tokens[request])
             self._reserved[worker] -= self._needs(request)
             self._counts[worker] -= 1
             self._ordered = False

@@ -93,7 +93,7 @@ def test_parts_are_made_of_their_names_with_arguments(own):
     by_drafter = load_acceptance(f"learned={own}:Kept(alpha=0.5),ngram=0.4")
     assert by_drafter.in_state({}).tokens_per_iteration(Strategy.chain("learned", 1)) == 1.5
     assert load_placement(f"{own}:Turns(first=1)").first == 1  # type: ignore[attr-defined]
-    drafter = OwnDrafter(path=f"{own}:Repeat", args={"most": 2}).build()
+    drafter = OwnDrafter(path=f"{own}:Repeat", args={"most": 2}).make()
     drafter.open((0, "p", 0, 0), [7, 8])
     assert drafter.propose((0, "p", 0, 0), 4).tokens == [8, 8]
     for part in (costs, acceptance):
@@ -194,13 +194,13 @@ def test_shipped_parts_keep_their_contracts():
     check_acceptance(load_acceptance("constant:2.5"))
     for spec in SYSTEM_DRAFTERS.values():
         if isinstance(spec, NgramSpec):
-            check_drafter(spec.build)
+            check_drafter(spec.make)
 
 
 def test_shipped_suffix_drafters_meet_the_contract():
     pytest.importorskip("arctic_inference")
     for spec in SYSTEM_DRAFTERS.values():
-        check_drafter(spec.build)
+        check_drafter(spec.make)
 
 
 # One broken promise each

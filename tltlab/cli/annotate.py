@@ -115,7 +115,7 @@ def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Ann
         return DraftedBy(name or "learned", age), _learned(kind, folder, target), NETWORK
     spec = _model_free(spec_text)
     named = spec.module if isinstance(spec, OwnDrafter) else spec.kind
-    return DraftedBy(name or named, age), ReplayedDrafter(spec.build), spec.traits
+    return DraftedBy(name or named, age), ReplayedDrafter(spec.make), spec.traits
 
 
 def _model_free(text: str) -> ModelFreeSpec:

@@ -161,7 +161,6 @@ class Canary:
         self.predicted: tuple[float, ...] = ()
         self.trusted = True
         self.verdicts: deque[Verdict] = deque(maxlen=NUM_VERDICTS)
-        self._swaps = 0
         self._moves = 0
         self._open("the start")
 
@@ -172,7 +171,6 @@ class Canary:
         """
         check_chances(accept)
         self.predicted = tuple(float(chance) for chance in accept)
-        self._swaps += 1
         self._moves = 0
         self.trusted = not self.predicted or self.predicted[0] >= self.config.min_predicted
         self._open(why)
@@ -207,7 +205,6 @@ class Canary:
     def state_dict(self) -> dict[str, Any]:
         """Return the counts and verdicts of the weights that serve, as JSON."""
         return {
-            "swaps": self._swaps,
             "moves": self._moves,
             "predicted": list(self.predicted),
             "trusted": self.trusted,
@@ -220,7 +217,7 @@ class Canary:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to what `state_dict` gave."""
-        self._swaps, self._moves, self._why = state["swaps"], state["moves"], state["why"]
+        self._moves, self._why = state["moves"], state["why"]
         self.predicted, self.trusted = tuple(state["predicted"]), state["trusted"]
         self._next_look, self._looks = state["next_look"], state["looks"]
         self.verdicts.clear()

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, model_validator
 
 from tltlab.config import Built, FiniteModel
 from tltlab.errors import ConfigError, did_you_mean
-from tltlab.files import read_json
+from tltlab.files import read_object
 from tltlab.own import OwnPart
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
@@ -50,11 +50,6 @@ BLOCK = replace(NETWORK, draws_trees=False, drafts_blocks=True, layers=5)
 
 class _BuiltDrafter(Built, init=False):
     traits: ClassVar[DrafterTraits] = TEXT
-
-    def build(self) -> Drafter:
-        """A fresh drafter; ConfigError where the library that it needs is not installed."""
-        drafter: Drafter = self.make()
-        return drafter
 
 
 class NgramSpec(_BuiltDrafter, builds=NgramDrafter, init=False):
@@ -147,10 +142,6 @@ class OwnDrafter(OwnPart):
     base = Drafter
     part = "drafter"
     contract = "check_drafter"
-
-    def build(self) -> Drafter:
-        drafter: Drafter = self.make()
-        return drafter
 
     @property
     def traits(self) -> DrafterTraits:
@@ -300,12 +291,12 @@ def check_drafter(target: str, name: str, spec: LearnedSpec) -> None:
     A draft model needs the target's vocabulary, an EAGLE head its hidden size too; an EAGLE-3 head may draft from a
     part of the vocabulary. A target whose own MTP layers are to draft needs to have some.
     """
-    theirs, ours = _config(target), _config(spec.model or target)
-    if theirs is not None and not spec.model and not any(theirs.get(field) for field in MTP_LAYERS):
+    theirs, ours = (read_object(Path(model) / "config.json") for model in (target, spec.model or target))
+    if theirs and not spec.model and not any(theirs.get(field) for field in MTP_LAYERS):
         raise ConfigError(
             f"drafter {name}: {target} brings no MTP layers along, its config.json has none of {', '.join(MTP_LAYERS)}"
         )
-    if theirs is None or ours is None:
+    if not theirs or not ours:
         return
     for field in ("vocab_size",) if spec.method == "draft_model" else ("vocab_size", "hidden_size"):
         if ours.get(field) != theirs.get(field):
@@ -326,11 +317,3 @@ def check_sampled_drafts(drafters: Mapping[str, Any], speculative: Mapping[str, 
         raise ConfigError(
             'a hybrid cannot be combined with sampled drafts: leave out draft_sample_method "probabilistic"'
         )
-
-
-def _config(model: str) -> dict[str, Any] | None:
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        return None
-    config = read_json(path)
-    return config if isinstance(config, dict) else None

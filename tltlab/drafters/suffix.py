@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -110,7 +110,7 @@ class TextTree:
         self._new_index = new_index
         self._whole = whole
         self._num_before = num_before
-        self._next = 0
+        self._numbers = count(1)
         self.empty()
 
     def empty(self) -> None:
@@ -119,7 +119,7 @@ class TextTree:
         self.index: Any = None
         self.waiting: list[tuple[int, Waiting]] = []
         self.num_tokens = 0
-        self._number: dict[Key | bytes, int] = {}
+        self.number: dict[Key | bytes, int] = {}
         self._prompt: dict[Key, bytes] = {}
         self._users: dict[bytes, int] = {}
         self._size: dict[Key, int] = {}
@@ -149,25 +149,21 @@ class TextTree:
 
     def _begin(self, key: Key, prompt: Tokens) -> None:
         """Begin a text with all of its prompt, or with the prompt's last tokens and, once, the whole prompt."""
-        self._number[key] = self._new_number()
+        self.number[key] = next(self._numbers)
         if self._whole:
             self.extend(key, prompt)
         elif self._num_before:
             packed = prompt.tobytes()
             if packed not in self._users:
                 self._users[packed] = 0
-                self._number[packed] = self._new_number()
+                self.number[packed] = next(self._numbers)
                 self.extend(packed, prompt)
             self._users[packed] += 1
             self._prompt[key] = packed
             self.extend(key, prompt[-self._num_before :])
 
-    def number(self, key: Key) -> int:
-        """Return the number of a text in the index."""
-        return self._number[key]
-
     def extend(self, key: Key | bytes, tokens: Waiting) -> None:
-        self.waiting.append((self._number[key], tokens))
+        self.waiting.append((self.number[key], tokens))
 
     def catch_up(self, most: float = math.inf) -> int:
         """Put what waits into the index, in the order it came, at most so many tokens; how many it were."""
@@ -179,7 +175,7 @@ class TextTree:
                 extend(number, _as_list(tokens[:cut]))
                 self.waiting = [(number, tokens[cut:]), *waiting[place + 1 :]]
                 return int(most)
-            extend(number, tokens if type(tokens) is list else _as_list(tokens))
+            extend(number, _as_list(tokens))
             room -= len(tokens)
         return int(most - room) if room < most else 0
 
@@ -220,7 +216,7 @@ class TextTree:
         return num_tokens
 
     def _take_out(self, key: Key | bytes) -> None:
-        number = self._number.pop(key)
+        number = self.number.pop(key)
         self.waiting = [text for text in self.waiting if text[0] != number]
         self.index.remove(number)
 
@@ -231,10 +227,6 @@ class TextTree:
     def _count(self, key: Key, text: FinishedText) -> None:
         self._size[key] = self.size(text)
         self.num_tokens += self._size[key]
-
-    def _new_number(self) -> int:
-        self._next += 1
-        return self._next
 
 
 def load_index() -> Any:
@@ -355,7 +347,7 @@ class SuffixDrafter(IndexedDrafter):
         text.frombytes(prompt.tobytes())
         trees = [self._trees[name] for name in names]
         growing = [
-            (tree, tree.number(key))
+            (tree, tree.number[key])
             for tree, name in zip(trees, names, strict=True)
             if self.live or name[0] == "request"
         ]

@@ -211,7 +211,7 @@ class SharedBuffer:
     """All requests of an RL step wait in one buffer, from which a worker takes the next as soon as it has room.
 
     Sample 0 of each group goes first, as a probe; then the sample of the group with the largest estimate, which is its
-    longest finished sample (`tltlab.planning.dispatch.group_estimate`). There is room where the prompt and
+    longest finished sample (its cap before any has finished). There is room where the prompt and
     `chunk_tokens` of the response, or all that it may have, fit beside what is reserved so.
     """
 

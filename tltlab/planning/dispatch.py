@@ -115,15 +115,6 @@ def stage_left(finish_s: Sequence[float], tokens: Sequence[int], free_s: Sequenc
     return stage_s * backlog / total
 
 
-def group_estimate(finished: Sequence[int], cap: int) -> int:
-    """Seer's L_g: the longest finished sample of a group, the cap before any has finished (arXiv 2511.14617, Alg. 2).
-
-    >>> group_estimate([], 4096), group_estimate([100, 700], 4096)
-    (4096, 700)
-    """
-    return max(finished, default=cap)
-
-
 def may_start(running: int, accepted: int, version: int, *, batch: int, staleness: int, most_running: int) -> int:
     """Rollouts that AReaL may start now: min(most - running, (eta + version + 1) * batch - (accepted + running)).
 

@@ -109,10 +109,11 @@ class PolicyDriver:
 
     def tell(self, choice: Choice, outcome: StepOutcome, rewarded: Rewarded | None = None) -> None:
         """Deliver the outcome of a choice; `rewarded` receives its reward. An unknown choice is ignored."""
-        if self._in_flight and self._in_flight[0] is choice:
-            self._in_flight.popleft()
-        elif not self._is_pending(choice):
+        if not any(other is choice for other in self._in_flight):
             return
+        # Outcomes of those before it never came.
+        while self._in_flight.popleft() is not choice:
+            pass
         if self.delay:
             self._undelivered.append((self._num_asked + self.delay, choice, outcome, rewarded))
         else:
@@ -123,15 +124,6 @@ class PolicyDriver:
         while self._undelivered:
             self._deliver(*self._undelivered.popleft()[1:])
         self.forget()
-
-    def _is_pending(self, choice: Choice) -> bool:
-        """Take a choice out of those in flight, with any before it, whose outcomes never came."""
-        in_flight = self._in_flight
-        if not any(other is choice for other in in_flight):
-            return False
-        while in_flight.popleft() is not choice:
-            pass
-        return True
 
     def _deliver(self, choice: Choice, outcome: StepOutcome, rewarded: Rewarded | None) -> None:
         selector = self.selector

@@ -51,29 +51,23 @@ class Activation(FiniteModel):
         return ElasticActivation(inner, self.max_requests, self.count, self.hold_iterations)
 
 
-class _BuiltBudget(Built, init=False):
-    def build(self) -> DraftBudget:
-        budget: DraftBudget = self.make()
-        return budget
-
-
-class UniformBudgetSpec(_BuiltBudget, builds=UniformBudget):
+class UniformBudgetSpec(Built, builds=UniformBudget):
     kind: Literal["uniform"] = "uniform"
 
 
-class AcceptanceBudgetSpec(_BuiltBudget, builds=AcceptanceBudget, init=False):
+class AcceptanceBudgetSpec(Built, builds=AcceptanceBudget, init=False):
     kind: Literal["acceptance"] = "acceptance"
 
 
-class LengthAwareBudgetSpec(_BuiltBudget, builds=LengthAwareBudget, init=False):
+class LengthAwareBudgetSpec(Built, builds=LengthAwareBudget, init=False):
     kind: Literal["length-aware"] = "length-aware"
 
 
-class MbaBudgetSpec(_BuiltBudget, builds=MbaBudget, init=False):
+class MbaBudgetSpec(Built, builds=MbaBudget, init=False):
     kind: Literal["mba"] = "mba"
 
 
-class VerificationBudgetSpec(_BuiltBudget, builds=VerificationBudget, init=False):
+class VerificationBudgetSpec(Built, builds=VerificationBudget, init=False):
     kind: Literal["verification"] = "verification"
 
 
@@ -135,7 +129,7 @@ class Policy(FiniteModel):
 
     def build_budget(self) -> DraftBudget:
         """Return the budget that allots the drafts of an iteration."""
-        budget = self.budget.build() if self.budget else UniformBudget()
+        budget: DraftBudget = self.budget.make() if self.budget else UniformBudget()
         budget.drafts_with(self.registry)
         return budget
 

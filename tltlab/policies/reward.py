@@ -106,10 +106,8 @@ class Reward:
         return outcome.accept_length * self.plain_s(outcome.batch) / outcome.elapsed_s
 
     def learn(self, strategy: Strategy, outcome: StepOutcome) -> None:
-        """Take a plain iteration's time, where plain times are learned. Call it after the reward was taken."""
-        if not self.learns_plain or strategy.speculates or outcome.had_prefill:
-            return
-        if outcome.elapsed_s > 0.0 and outcome.batch >= 1:
+        """Take a plain iteration's time, for rewards that learn plain times. Call it after the reward was taken."""
+        if not (strategy.speculates or outcome.had_prefill) and outcome.elapsed_s > 0.0 and outcome.batch >= 1:
             self._push(outcome.batch, [outcome.elapsed_s])
 
     def plain_s(self, batch: int) -> float:

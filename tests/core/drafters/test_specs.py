@@ -20,7 +20,7 @@ from tltlab.drafters.specs import SYSTEM_DRAFTERS, HybridSpec, NgramSpec, Suffix
 def test_every_setting_of_a_spec_reaches_the_drafter(spec):
     if spec.kind == "suffix":
         pytest.importorskip("arctic_inference")
-    drafter, settings = spec.build(), spec.model_dump(exclude={"kind"})
+    drafter, settings = spec.make(), spec.model_dump(exclude={"kind"})
     assert {name: getattr(drafter, name) for name in settings} == settings
 
 
@@ -31,7 +31,7 @@ sys.modules["arctic_inference"] = None
 from tltlab.drafters.specs import SYSTEM_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError
 try:
-    SuffixSpec().build()
+    SuffixSpec().make()
 except ConfigError as error:
     print(error)
 """
@@ -41,7 +41,7 @@ except ConfigError as error:
 
 def drafts_of(name, earlier, sibling):
     """What a system's drafter proposes after "1 2": an earlier RL step had `earlier`, a running sibling `sibling`."""
-    drafter = SYSTEM_DRAFTERS[name].build()
+    drafter = SYSTEM_DRAFTERS[name].make()
     drafter.remember((0, "p", 0, 0), [], earlier)
     drafter.begin(1)
     drafter.open((1, "p", 0, 0), [])

@@ -91,7 +91,7 @@ def test_only_a_long_gap_ends_a_session(engine):
 
 def test_trace_states_what_drafters_of_other_names_are(tmp_path):
     specs = {"ngram": NgramSpec(), "own": SuffixSpec(window=4), "mtp": LearnedSpec(method="mtp")}
-    engine = Engine(tmp_path / "trace", {**specs, "test": NgramSpec().build()})
+    engine = Engine(tmp_path / "trace", {**specs, "test": NgramSpec().make()})
     engine.serves()
     assert engine.trace().manifest.drafters == {"own": TEXT, "mtp": NETWORK, "test": TEXT}
 

@@ -160,7 +160,7 @@ def test_annotated_acceptance_is_what_the_engine_accepted(draft_model, target_fo
     cases = [
         ("learned", 0.0, learned_annotator("draft_model", str(draft_model), None)),
         ("learned", 0.4, learned_annotator("draft_model", str(draft_model), None)),
-        *((name, 0.4, ReplayedDrafter(spec.build)) for name, spec in specs.items()),
+        *((name, 0.4, ReplayedDrafter(spec.make)) for name, spec in specs.items()),
     ]
     args = {"max_num_seqs": 16, "max_model_len": 128, "kv_cache_memory_bytes": 64 << 20}
     drafters = specs | {"learned": learned}
