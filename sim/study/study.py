@@ -28,7 +28,7 @@ import json
 import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,8 @@ class Cell:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A process unpickles a scenario once, however many of its cells have it.
-        return _received, (_pickled(self.scenario), {name: v for name, v in vars(self).items() if name != "scenario"})
+        rest = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "scenario"}
+        return _received, (_pickled(self.scenario), rest)
 
     @property
     def label(self) -> str:
