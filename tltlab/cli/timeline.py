@@ -56,7 +56,7 @@ def timeline(
             compare=second[0] if second else None,
             rollout_only=rollout_only,
         )
-    emit({"out": str(out), "rl_step": chosen}, as_json=as_json, text=f"wrote {out} (RL step {chosen})")
+    emit({"out": str(out), "rl_step": chosen}, as_json, f"wrote {out} (RL step {chosen})")
 
 
 def _rl_step(text: str | None) -> int | Literal["all"] | None:
