@@ -7,7 +7,6 @@ back while the engines are between two rollouts. Rollout k waits for the update 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
@@ -112,7 +111,7 @@ def load_topology(name: str, *, gpus_per_worker: int = 1, max_staleness: int = 0
     return Colocated(gpus_per_worker=gpus_per_worker)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RunResult:
     """A simulated run of whole RL steps.
 

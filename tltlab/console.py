@@ -63,7 +63,7 @@ def command_group(help: str, **options: Any) -> Typer:
     )  # fmt: skip
 
 
-def emit(result: dict[str, Any], *, as_json: bool, text: str) -> None:
+def emit(result: dict[str, Any], as_json: bool, text: str) -> None:
     """Print a command's result: JSON for machines, `text` for people, wrapped between words on a terminal."""
     if not as_json and (width := screen_columns()) is not None:
         text = "\n".join(_wrapped(line, width) for line in text.split("\n"))

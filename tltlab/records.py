@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar, dataclass_transform
 
 _Class = TypeVar("_Class")
@@ -12,6 +13,8 @@ _Class = TypeVar("_Class")
 def frozen(cls: type[_Class]) -> type[_Class]:
     """Make a class a dataclass whose fields are immutable, given by keyword and held in slots.
 
+    A class with cached properties has no slots, which would leave no place for them.
+
     >>> @frozen
     ... class Pair:
     ...     first: int
@@ -19,4 +22,5 @@ def frozen(cls: type[_Class]) -> type[_Class]:
     >>> Pair(first=1)
     Pair(first=1, second=0)
     """
-    return dataclass(frozen=True, slots=True, kw_only=True)(cls)
+    caches = any(isinstance(member, cached_property) for member in vars(cls).values())
+    return dataclass(frozen=True, slots=not caches, kw_only=True)(cls)

@@ -62,7 +62,7 @@ def audit(
         seed=seed,
         progress=progress,
     )
-    emit(report, as_json=json, text=audit_text(report))
+    emit(report, json, audit_text(report))
     if not report["passed"]:
         raise typer.Exit(1)
 

@@ -47,7 +47,7 @@ def export_drafter(
 
     drafter = find_source(source, model, prompts, prompt_column=prompt_column, chat=chat)
     report = export(drafter, out, config, progress)
-    emit(report, as_json=as_json, text=_text(report))
+    emit(report, as_json, _text(report))
 
 
 def _text(report: dict[str, Any]) -> str:

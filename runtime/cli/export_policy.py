@@ -49,7 +49,7 @@ def export_policy(
         "notes": [*differences(chosen, plan), *plan.notes()],
         "out": None if out is None else str(out),
     }
-    emit(report, as_json=as_json, text=_text(report))
+    emit(report, as_json, _text(report))
 
 
 def _text(report: dict[str, Any]) -> str:

@@ -40,7 +40,7 @@ def make_model(
 
     out = out or Path("models") / f"{task}-{size}"
     report = make(out, size=size, task=task, seed=seed, progress=progress)
-    emit({"out": str(out), **report}, as_json=json, text=_text(out, report))
+    emit({"out": str(out), **report}, json, _text(out, report))
 
 
 def _text(out: Path, report: dict[str, Any]) -> str:

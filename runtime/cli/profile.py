@@ -90,7 +90,7 @@ def profile(
     beside = out.with_name(out.name + ".json")
     write_json(beside, about)
     write_table(profiled.table, out)
-    emit({"out": str(out), "about": str(beside), **about}, as_json=as_json, text=_text(out, about))
+    emit({"out": str(out), "about": str(beside), **about}, as_json, _text(out, about))
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:

@@ -43,7 +43,7 @@ def train_drafter(
     with faults_in("train-drafter"):
         changed = {"loss": LossConfig(kind=method), "optim": OptimConfig(lr=lr), "texts": texts}
     report = train(model, data, out, config.model_copy(update=changed), progress)
-    emit(report, as_json=as_json, text=_text(report))
+    emit(report, as_json, _text(report))
 
 
 def _text(report: dict[str, Any]) -> str:

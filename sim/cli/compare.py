@@ -86,7 +86,7 @@ def compare(
     lines += [f"costs: {evidence['says']}{more}", *([f"extrapolated: {outside}"] if outside else [])]
     lines += [] if share is None else [f"the rollout is {share:.0%} of the RL step in the log"]
     lines += [f"failed: {label}: {why}" for label, why in found.attrs["failed"].items()]
-    emit(result, as_json=as_json, text="\n".join([*lines, *([] if out is None else [f"wrote {out}"])]))
+    emit(result, as_json, "\n".join([*lines, *([] if out is None else [f"wrote {out}"])]))
     if found.attrs["failed"]:
         raise RunError(f"{len(found.attrs['failed'])} cells failed: {', '.join(found.attrs['failed'])}")
     if journal is not None:

@@ -137,7 +137,7 @@ def simulate(
     if config.spot is not None and (granted is None or granted.trained_drafter is None):
         lines.append(("", "it changes nothing here: only acceptance of kind fresh depends on training"))
     lines += [("assumed", note) for note in assumptions]
-    emit(summary, as_json=as_json, text=table([], lines, words=True))
+    emit(summary, as_json, table([], lines, words=True))
 
 
 def default_drafter(model: Acceptance | None, costs: CostModel | type[CostModel] | Source | None) -> str:

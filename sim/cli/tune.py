@@ -61,4 +61,4 @@ def tune(
         )
     result.policy.write(out)
     journal.unlink(missing_ok=True)
-    emit(result.json(str(out)) | {"settings": to_json(config)}, as_json=as_json, text=tuning_text(result, out))
+    emit(result.json(str(out)) | {"settings": to_json(config)}, as_json, tuning_text(result, out))

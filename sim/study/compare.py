@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,7 +49,7 @@ def _axis(help: str, **more: Any) -> Option:
     return Option(f"{help}; several make a grid.", parse=_several, **more)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class StudyConfig(SimulationConfig):
     """Settings of a comparison: those of its simulations, of which lists for some fields make a grid, and its own.
 

@@ -28,7 +28,7 @@ import json
 import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -258,7 +258,7 @@ def _pickled(scenario: Scenario) -> bytes:
     return _PICKLED[id(scenario)][1]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Journal:
     """Results by key, in a file so that interrupted work continues, also with more of it.
 

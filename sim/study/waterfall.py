@@ -25,6 +25,7 @@ from tltlab.files import read_object
 from tltlab.importers.sources import TraceSource, read
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import WHOLE_TOKENS
+from tltlab.records import frozen
 from tltlab.sim.config import SimulationConfig, decision_interval, file_of_run
 from tltlab.sim.scenario import Scenario, policy_name
 from tltlab.sim.tuning.cases import oracle_policy
@@ -115,7 +116,7 @@ class Waterfall:
         return waterfall(self.steps, measured=self.measured, title=title, width_in=width_in)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class _Run:
     """RL steps under one policy: as simulated, `samples` times, and what an `asynchronous` engine takes (None: same).
 

@@ -8,7 +8,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -41,7 +40,7 @@ _LEAST_WEIGHT = 1e-6
 _RANGE_VALUES = 17
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Prices:
     """Seconds that a strategy takes for what the workers do at a batch size, summed over the traces of a tuning."""
 

@@ -29,6 +29,7 @@ from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import write_json
 from tltlab.own import split
 from tltlab.policies.policy import EXPLORE, Policy, load_policy
+from tltlab.records import frozen
 from tltlab.sim.study.reduce import granted_text
 from tltlab.sim.study.study import PLAYED, SIMULATED, Cell, Study
 from tltlab.stats import kendall_tau, mean_of_few, non_overlapping_pairs
@@ -73,7 +74,7 @@ def listed_policies(text: str, fewest: int = 2) -> dict[str, Policy]:
     return policies
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Session(RecordedRun):
     """A recorded session, with the policy of each RL step.
 

@@ -29,6 +29,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.policies.policy import Policy
+from tltlab.records import frozen
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.scenario import Scenario, is_memoryless
 from tltlab.sim.study.jobs import side_by_side
@@ -193,7 +194,7 @@ def nearest(rl_steps: Sequence[int], step: int, window: int) -> list[int]:
     return sorted(candidates[:window])
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RecordedRun:
     """A recorded run, fits to any of its RL steps, and simulations of these under their own lengths, `samples` of each.
 
@@ -314,7 +315,7 @@ class RecordedRun:
         ]  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class _Prediction(RecordedRun):
     """How the RL steps of a run are predicted from one another."""
 

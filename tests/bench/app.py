@@ -88,7 +88,7 @@ def accuracy(
 
     table, covered = rows(data, left_out=left_out), coverage(data, left_out=left_out).to_dict("records")
     text = shown({"rows": (table if every else summary(table)).to_dict("records"), "coverage": covered}, TEXT)
-    emit({"rows": table.to_dict("records"), "coverage": covered}, as_json=as_json, text=text)
+    emit({"rows": table.to_dict("records"), "coverage": covered}, as_json, text)
 
 
 @app.command()
@@ -144,7 +144,7 @@ def drafter(
         measured = bench_learned(learned, sizes, model=model, out=out, seed=seed, progress=progress)
         result |= measured
         texts.append(text(measured))
-    emit(result, as_json=as_json, text="\n\n".join(texts))
+    emit(result, as_json, "\n\n".join(texts))
 
 
 @app.command()
@@ -388,7 +388,7 @@ def _tell(
     """Print the result, and write it to a file where one is named."""
     if out is not None:
         write_json(out, result)
-    emit(result, as_json=as_json, text=text(result) if callable(text) else shown(result, text))
+    emit(result, as_json, text(result) if callable(text) else shown(result, text))
 
 
 def _check(out: Path | None, *, folder: bool = False) -> None:

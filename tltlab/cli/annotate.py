@@ -95,7 +95,7 @@ def annotate_trace(
         "num_positions": num_positions,
         "drafters": lengths.result(),
     }
-    emit(result, as_json=as_json, text=_text(result))
+    emit(result, as_json, _text(result))
 
 
 def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Annotator, DrafterTraits]:

@@ -68,6 +68,8 @@ _GONE_OPTIONS = {
     ("compare", "--claims"): "--json has each system's `claim`",
     ("compare", "--ranges"): "`tltlab what-if` has the 90 % range",
     ("compare", "--no-ranges"): "no range of ranks is made any more",
+    ("timeline", "--rollout-only"): "tltlab.timeline in Python has rollout_only",
+    ("timeline", "--title"): "tltlab.timeline in Python has a title",
 }
 """Options of the release before, and what replaces them."""
 _BROUGHT_BY = {"zmq": "pyzmq", "torch": "vllm", "tokenizers": "transformers", "huggingface_hub": "transformers"}

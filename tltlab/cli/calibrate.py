@@ -34,4 +34,4 @@ def calibrate(
     for name, model in fits.models().items():
         if model is not None and (path := outs[name]) is not None:
             write_json(path, sealed(model.model_dump(mode="json")))
-    emit(fits.json(outs), as_json=as_json, text=fits.text())
+    emit(fits.json(outs), as_json, fits.text())

@@ -53,7 +53,7 @@ def costs(
             }
             for profile in profiles().engines.values()
         ]
-        emit({"presets": listed, "profiles": engines}, as_json=as_json, text=_list(listed, engines))
+        emit({"presets": listed, "profiles": engines}, as_json, _list(listed, engines))
         return
     if (strategy is None) != (accept_length is None):
         raise ConfigError("--strategy and --accept-length go together: what is drafted, and what comes of it")
@@ -75,7 +75,7 @@ def costs(
             rows.append(_row(model, chosen, size, context, accept_length))
     result = _described(name, model) | {"context_tokens_per_request": context, "rows": rows}
     result |= {"evidence": None if model.evidence is None else model.evidence.to_json()}
-    emit(result | {"notes": list(model.notes)}, as_json=as_json, text=_table(result))
+    emit(result | {"notes": list(model.notes)}, as_json, _table(result))
 
 
 def _row(model: CostModel, strategy: Strategy, batch: int, context: int, tokens: float) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def demo(
 
     make_room(out)
     result = run_demo(out, FAST if fast else FULL, task=task, seed=seed)
-    emit(result, as_json=as_json, text=demo_text(result))
+    emit(result, as_json, demo_text(result))
 
 
 def make_room(out: Path) -> None:

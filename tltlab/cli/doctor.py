@@ -48,7 +48,7 @@ def doctor(
         "not_checked": [{"name": name, "why": why} for name, why in diagnosis.not_checked],
         "ok": not diagnosis.headline,
     }
-    emit(result, as_json=as_json, text="\n".join(_lines(run, diagnosis)))
+    emit(result, as_json, "\n".join(_lines(run, diagnosis)))
 
 
 def _runs_in(folder: Path) -> list[Path]:

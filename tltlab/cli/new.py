@@ -38,7 +38,7 @@ def new(
     paths = write(kind, name or f"my_{kind}", Path.cwd(), model=model)
     names = [str(path.relative_to(Path.cwd())) for path in paths]
     command = f"tltlab train {names[0]} --dry-run" if kind == "recipe" else f"python {names[0]}"
-    emit({"files": names, "next": command}, as_json=as_json, text=f"wrote {', '.join(names)}; next: {command}")
+    emit({"files": names, "next": command}, as_json, f"wrote {', '.join(names)}; next: {command}")
 
 
 def write(kind: str, name: str, folder: Path, *, model: str) -> list[Path]:

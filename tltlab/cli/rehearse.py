@@ -46,4 +46,4 @@ def rehearse(
         plan = plan_of(read(trace), model, config)
         play(plan, out, minutes=minutes)
         result = judged(plan, out)
-    emit(result.json() | {"out": str(out)}, as_json=as_json, text=f"{result.text()}\n\nwritten to {out}")
+    emit(result.json() | {"out": str(out)}, as_json, f"{result.text()}\n\nwritten to {out}")

@@ -43,4 +43,4 @@ def report(
         + [f"left out: {title}: {reason}" for title, reason in reasons.items()]
     )
     parts = [section.title for section in page.sections]
-    emit({"out": str(path), "bytes": size, "parts": parts, "left_out": reasons}, as_json=as_json, text=text)
+    emit({"out": str(path), "bytes": size, "parts": parts, "left_out": reasons}, as_json, text)

@@ -31,7 +31,7 @@ def settings(
     if not rows:
         nearest = did_you_mean(str(section), sections)
         raise ConfigError(f"recipes have no section {section!r}{nearest}; there are {', '.join(sections)}")
-    emit({"settings": rows}, as_json=as_json, text=settings_text(rows))
+    emit({"settings": rows}, as_json, settings_text(rows))
 
 
 def settings_text(rows: list[dict[str, Any]]) -> str:

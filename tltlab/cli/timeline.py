@@ -29,10 +29,6 @@ def timeline(
         Path | None,
         typer.Option(metavar="TRACE2", help="A second trace, recorded or simulated, drawn below and aligned."),
     ] = None,
-    rollout_only: Annotated[
-        bool, typer.Option("--rollout-only", help="Leave out what comes after the rollout (pictures).")
-    ] = False,
-    title: Annotated[str | None, typer.Option(help="Name in the title, instead of the trace's.")] = None,
     as_json: Json = False,
 ) -> None:
     """Draw what every worker did over time, and how many requests were running.
@@ -48,15 +44,8 @@ def timeline(
         write_perfetto(out, first, *second, rl_step=chosen)
     else:
         chosen = step if step is not None else median_step(first, *second)
-        draw(
-            first,
-            rl_step=chosen,
-            out=out,
-            title=title,
-            compare=second[0] if second else None,
-            rollout_only=rollout_only,
-        )
-    emit({"out": str(out), "rl_step": chosen}, as_json=as_json, text=f"wrote {out} (RL step {chosen})")
+        draw(first, rl_step=chosen, out=out, compare=second[0] if second else None)
+    emit({"out": str(out), "rl_step": chosen}, as_json, f"wrote {out} (RL step {chosen})")
 
 
 def _rl_step(text: str | None) -> int | Literal["all"] | None:

@@ -43,7 +43,7 @@ def describe(trace: TraceArgument, as_json: Json = False) -> None:
     """
     source = read(trace)
     result = describe_trace(source) | {"lengths_known": judge(source)}
-    emit(result, as_json=as_json, text=_describe_text(result))
+    emit(result, as_json, _describe_text(result))
 
 
 @app.command()
@@ -58,7 +58,7 @@ def validate(trace: TraceArgument, as_json: Json = False) -> None:
     text = f"valid: {_counts_text(counts)}"
     if not summed:
         text += "\nits tables have no checksums, so damage that leaves them valid would go unnoticed"
-    emit(counts | {"valid": True, "checksums": summed}, as_json=as_json, text=text)
+    emit(counts | {"valid": True, "checksums": summed}, as_json, text)
 
 
 @app.command()
@@ -79,7 +79,7 @@ def repair(
     repaired = repair_recording(path, out)
     counts, notes = count(repaired), repaired.manifest.notes
     text = f"{repaired.path}: valid: {_counts_text(counts)}" + (f"\n{notes}" if notes else "")
-    emit(counts | {"path": str(repaired.path), "notes": notes}, as_json=as_json, text=text)
+    emit(counts | {"path": str(repaired.path), "notes": notes}, as_json, text)
 
 
 @app.command("import")
@@ -111,7 +111,7 @@ def import_trace(
     for note in filter(None, (trace.manifest.notes or "").split("; ")):
         progress(f"assumed: {note}")
     counts = count(trace)
-    emit(counts | {"path": str(path)}, as_json=as_json, text=f"wrote {path}: {_counts_text(counts)}")
+    emit(counts | {"path": str(path)}, as_json, f"wrote {path}: {_counts_text(counts)}")
 
 
 app.command("annotate")(annotate_trace)
@@ -231,7 +231,7 @@ def generate(
         "statistics": figures,
         "like": source.statistics,
     }
-    emit(result, as_json=as_json, text=_generated_text(result))
+    emit(result, as_json, _generated_text(result))
 
 
 def _counts_text(counts: dict[str, Any]) -> str:

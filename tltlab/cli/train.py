@@ -75,7 +75,7 @@ def train(
             start = ["--resume", str(resume)] if resume is not None else [str(recipe), "--out", str(folder)]
             command = shlex.join(["tltlab", "train", *start, *(change for change in changes if change != recipe)])
             ahead = forecast(loaded, plan, folder, command, lengths)
-            emit(plan.as_json() | {"forecast": ahead.as_json()}, as_json=as_json, text=f"{plan.text()}\n{ahead.text()}")
+            emit(plan.as_json() | {"forecast": ahead.as_json()}, as_json, f"{plan.text()}\n{ahead.text()}")
             return
         enough_gpus(loaded)
         from tltlab.runtime.run.grpo import train as run
@@ -94,7 +94,7 @@ def train(
     if headline := diagnose(folder).headline:
         text += f"\n{headline} See tltlab doctor {folder}."
     more = resuming(loaded, folder, replay_decisions, f"train.steps={2 * summary['grpo_steps']}")
-    emit(summary, as_json=as_json, text=f"{text}\nwith more RL steps: {more}")
+    emit(summary, as_json, f"{text}\nwith more RL steps: {more}")
 
 
 def resuming(recipe: Recipe, run: Path, replay: Path | None, *overrides: str) -> str:

@@ -33,7 +33,7 @@ def ui(
     with Server(runs, port) as server:
         num_runs = len(runs.paths())
         result = {"url": server.url, "folder": str(folder), "runs": num_runs}
-        emit(result, as_json=as_json, text=f"{num_runs} runs and traces of {folder} at {server.url} (Ctrl-C ends it)")
+        emit(result, as_json, f"{num_runs} runs and traces of {folder} at {server.url} (Ctrl-C ends it)")
         sys.stdout.flush()
         if browser and (sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
             threading.Thread(target=webbrowser.open, args=[server.url], daemon=True).start()

@@ -89,7 +89,7 @@ def verify(
     Example: tltlab verify demo --policies none,table,beg-mab,ngram:4@8,demo/policy.json
     """
     found = _found(run, config, tuple(allow_code or ()))
-    emit(found.json(), as_json=as_json, text=found.text())
+    emit(found.json(), as_json, found.text())
 
 
 def _found(run: Path, config: VerifyConfig, allowed: tuple[str, ...]) -> Errors | Decisions:

@@ -100,7 +100,7 @@ def what_if(
             lines.append(f"  or: {_simulation(answer, config.accept, lengths, policy_out)}")
     elif best.drafts:
         lines.append("next: --policy-out policy.json, then TLTLAB_POLICY=policy.json python train.py")
-    emit(result, as_json=as_json, text="\n".join(lines))
+    emit(result, as_json, "\n".join(lines))
 
 
 def _simulation(answer: WhatIf, accept: float | None, lengths: Path, policy: Path) -> str:

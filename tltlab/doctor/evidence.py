@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -20,6 +20,7 @@ from tltlab.files import json_lines, read_object
 from tltlab.importers.metrics_log import records_of
 from tltlab.importers.sources import guess, is_log_folder, read
 from tltlab.importers.step_metrics import SEVERAL_TURNS, StepMetrics, metrics_table, steps_of, turns_note
+from tltlab.records import frozen
 from tltlab.stats import Interval, paired_interval
 from tltlab.traces.metrics import rollout_s
 from tltlab.traces.storage import is_unfinished
@@ -41,7 +42,7 @@ def need(known: object, why: str) -> None:
         raise NotChecked(why)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RunEvidence:
     """A run as its checks see it. Properties raise NotChecked where the run does not have what they return.
 

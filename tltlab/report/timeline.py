@@ -33,20 +33,20 @@ _ITERATION_ARGS = (
     "tokens_to_verify", "num_drafted", "num_accepted", "num_generated",
 )  # fmt: skip
 # Kinds that meet on a lane differ in luminance, so they keep apart in grey even where they are too thin for a hatch.
-LOOKS: dict[str, tuple[str, str, str]] = {
-    "decode": ("decode", "#98cdf0", ""),
-    "speculative_decode": ("speculative decode", "#1f5f99", ""),
-    "prefill": ("prefill", "#d08a2a", "////"),
-    "switch": ("switch", "#111111", ""),
-    "idle": ("idle", "#efefef", ""),
-    "spot_train": ("spot training", "#8f5fa8", "\\\\\\\\"),
-    "inference": ("inference", "#b5ac45", "...."),
-    "reward": ("reward", "#3f8f6d", "xxxx"),
-    "train": ("train", "#55261d", ""),
-    "weight_sync": ("weight sync", "#f2c3ae", "----"),
-    "checkpoint": ("checkpoint", "#575757", "||||"),
+LOOKS: dict[str, tuple[str, str]] = {
+    "decode": ("#98cdf0", ""),
+    "speculative_decode": ("#1f5f99", ""),
+    "prefill": ("#d08a2a", "////"),
+    "switch": ("#111111", ""),
+    "idle": ("#efefef", ""),
+    "spot_train": ("#8f5fa8", "\\\\\\\\"),
+    "inference": ("#b5ac45", "...."),
+    "reward": ("#3f8f6d", "xxxx"),
+    "train": ("#55261d", ""),
+    "weight_sync": ("#f2c3ae", "----"),
+    "checkpoint": ("#575757", "||||"),
 }
-_OTHER = ("other", "#c9c9c9", "++++")
+_OTHER = ("#c9c9c9", "++++")
 _MARK_SHARE = 0.002  # a switch takes milliseconds; it is drawn at least this wide, in shares of the picture
 _FEW_LANES = 18  # up to here every lane has its name and its idle share in figures
 
@@ -205,7 +205,7 @@ def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> None:
             end = np.maximum(end, start + _MARK_SHARE * end_s)
         low, high = row[of_kind] - 0.42, row[of_kind] + 0.42
         corners = np.stack([start, low, start, high, end, high, end, low], axis=-1).reshape(-1, 4, 2)
-        _, color, hatch = LOOKS.get(kind, _OTHER)
+        color, hatch = LOOKS.get(kind, _OTHER)
         axes.add_collection(
             PolyCollection(
                 list(corners), facecolor=color, edgecolor=(1, 1, 1, 0.75), linewidth=0, hatch=hatch or None,
@@ -295,12 +295,12 @@ def _title(trace: Trace, rl_step: int | Literal["all"], title: str | None) -> st
 
 
 def _legend(figure: Figure, kinds: pd.Series[Any]) -> None:
-    present = [kind for kind in LOOKS if (kinds == kind).any()]
-    looks = [LOOKS[kind] for kind in present] + ([_OTHER] if (~kinds.isin(list(LOOKS))).any() else [])
+    looks = {kind: look for kind, look in LOOKS.items() if (kinds == kind).any()}
+    looks |= {"other": _OTHER} if (~kinds.isin(list(LOOKS))).any() else {}
     patches = [
-        Patch(facecolor=color, edgecolor="white" if hatch else "#888888", hatch=hatch or None, label=label,
-              linewidth=0 if hatch else 0.4)
-        for label, color, hatch in looks
+        Patch(facecolor=color, edgecolor="white" if hatch else "#888888", hatch=hatch or None,
+              label=kind.replace("_", " "), linewidth=0 if hatch else 0.4)
+        for kind, (color, hatch) in looks.items()
     ]  # fmt: skip
     figure.legend(
         handles=patches, loc="outside lower center", ncols=min(len(patches), 6), fontsize=8, frameon=False,
