@@ -7,7 +7,6 @@ their progress are updated at each event of the rollout.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tltlab.coordination.machine import (
     CoordinatorConfig,
@@ -20,10 +19,11 @@ from tltlab.coordination.machine import (
     advance,
 )
 from tltlab.coordination.progress import Progress, SpotTraining, Trained
+from tltlab.records import frozen
 from tltlab.state import DrafterState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SpotSpan:
     """A row of `spans`: "spot_train" on a worker's lane, or "checkpoint" on the drafter's, the last of a period."""
 
@@ -34,7 +34,7 @@ class SpotSpan:
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SpotResult:
     """Training in the idle time of one rollout.
 

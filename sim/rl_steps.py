@@ -20,6 +20,7 @@ from tltlab.arrays import Floats
 from tltlab.costs.stages import STAGES, StageCosts, served_s
 from tltlab.errors import ConfigError
 from tltlab.planning.dispatch import stage_left
+from tltlab.records import frozen
 from tltlab.sim.engine.record import SimulatedRollout
 from tltlab.traces.schema import TABLES, span
 from tltlab.traces.trace import Trace
@@ -233,7 +234,7 @@ def summary(result: RunResult) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _Groups:
     """Groups that a trainer takes during the rollout: when each is graded, since its start, and what training it takes.
 
@@ -272,7 +273,7 @@ class _Groups:
 _SAME_TIME_S = 1e-9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _StageTimes:
     """Seconds of an RL step's parts; `sleep_s` and `wake_s` lie before and behind what the trainer does."""
 
@@ -314,7 +315,7 @@ def _times(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _Interval:
     """Something that one RL step does; `start_s` and `end_s` since the start of the run."""
 

@@ -17,6 +17,7 @@ from tltlab.arrays import Floats, Ints
 from tltlab.costs.evidence import interval
 from tltlab.importers.sources import TraceSource, read
 from tltlab.policies.policy import Policy, PolicySource, load_policy
+from tltlab.records import frozen
 from tltlab.sim.engine import record
 from tltlab.sim.engine.log import Columns
 from tltlab.sim.engine.record import SimulatedRollout
@@ -218,7 +219,7 @@ class SimResult:
         return {name: count / iterations for name, count in outside.items() if count}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Totals:
     """Sums over the macro-steps of a rollout: iterations, and those of them `outside` what was measured, by `_OUTSIDE`.
 

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
 from math import ceil
@@ -22,6 +22,7 @@ from tltlab.drafters.suffix import TREE_BYTES_PER_TOKEN
 from tltlab.errors import ConfigError
 from tltlab.hardware import Gpu, ModelShape, per_gpu_heads
 from tltlab.hardware import gpu as gpu_by_name
+from tltlab.records import frozen
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import plan_graphs
 
@@ -65,7 +66,7 @@ _TEXT_BYTES = 160
 """Bytes that vLLM and the tracker keep per generated token: ids and log-probs in several Python lists."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MemoryPart:
     """A part of a process's memory, and the formula of its size."""
 
@@ -380,7 +381,7 @@ def _value_bytes(dtype: str | None, *, on_gpu: bool) -> int:
     return 4 if dtype == "float32" else 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Memory:
     """Memory of a GPU, a host or, without GPUs, one process, at its peak in a phase."""
 
@@ -391,7 +392,7 @@ class Memory:
     total_bytes: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RunPlan:
     """A recipe's plan.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -16,6 +16,7 @@ from tltlab.files import read_object
 from tltlab.hardware import Gpu, ModelShape
 from tltlab.hardware import gpu as gpu_by_name
 from tltlab.policies.policy import Policy
+from tltlab.records import frozen
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import (
     GIB,
@@ -107,7 +108,7 @@ _OWN_SETTINGS = ("speculative_config", "compilation_config")
 """Arguments of vLLM in `rollout.vllm` that rule out planned graphs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class EngineBuild:
     """Build of an engine. Without `graphs` vLLM captures its default graphs, if any.
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 from math import ceil
 from typing import Literal
 
 from tltlab.errors import refuse
+from tltlab.records import frozen
 
 from .recipe import Recipe
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Bundles:
     """GPUs, or shares of one, that stay on one node: `workers[n]` of rollout worker n, `ranks[r]` of trainer rank r.
 

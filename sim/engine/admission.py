@@ -19,6 +19,7 @@ import numpy as np
 
 from tltlab.planning.composition import Admission, SharedBuffer
 from tltlab.planning.dispatch import may_start
+from tltlab.records import frozen
 
 from .random_numbers import request_seeds, uniforms
 from .requests import Requests, of_responses, turns_of
@@ -53,7 +54,7 @@ class PromptGroup:
     num_done: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Round:
     """Work of an RL step: `requests` for the engine in order of admission, those of each of `jobs` in turn.
 

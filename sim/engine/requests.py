@@ -15,6 +15,7 @@ from tltlab.acceptance.base import Acceptance, Key
 from tltlab.arrays import Array, Flags, Floats, Ints, Words
 from tltlab.costs.stages import StepWorkload
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 
 from .random_numbers import request_seeds
 
@@ -62,7 +63,7 @@ BLOCK_TOKENS = 16
 """Tokens of a block of the KV cache, vLLM's default: only whole blocks are shared."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Residents:
     """Requests that run on several workers: a row for each worker, who lacks least comes first, all flush right.
 
