@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tltlab.arrays import Array, Flags, Floats, Ints
+from tltlab.records import frozen
 
 from .batch import MacroStep
 from .regime import Regime
@@ -33,7 +34,7 @@ class LogEntry(NamedTuple):
     macro: MacroStep
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Columns:
     """Macro-steps as arrays of one length: switch and prefill from `start_s`, then `num_iterations` iterations.
 

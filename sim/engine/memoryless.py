@@ -9,12 +9,12 @@ a drafter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from tltlab.arrays import Array, Flags, Floats, Ints
+from tltlab.records import frozen
 from tltlab.state import Choice, StepState
 
 from .batch import TOLERANCE_TOKENS
@@ -23,7 +23,7 @@ from .regime import Regime, Regimes
 from .requests import Residents
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Drained:
     """Macro-steps of workers until `down_to` requests are left, in rows and columns as `Residents`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel, IterationCost
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from .requests import Requests
@@ -21,7 +22,7 @@ MANY = 64
 """Responses that give the mean of acceptance that is replayed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Regime:
     """One strategy with its cost, expected `tokens` and drafts per request and iteration.
 
