@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,13 @@ from tltlab.sim.verification.rollouts import Verification, nearest, verify
 from tltlab.traces.metrics import mean_accept_length, summary
 from tltlab.traces.trace import Trace, read
 
+from .records import frozen
+
 PLAIN, EXPLORE, TUNED, ADAPTIVE = "none", "explore", "tuned", "adaptive"
 TRIALS = 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DemoSetting:
     """How much of everything: RL steps without speculation, exploring, tuned, under `adaptive`; a drafter's run."""
 
