@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import LlamaForCausalLM
 
 from tltlab.arrays import Flags, Floats
+from tltlab.records import frozen
 
 _CUT_MARGIN = 1e-5
 """Cumulative probabilities this close to top_p may fall on either side of it by rounding."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Sampling:
     """A request's sampling settings; `top_p` 1 and `top_k` 0 filter nothing."""
 

@@ -6,7 +6,6 @@ text. The drafters use the last token's embedding, so verification both accepts 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
+from tltlab.records import frozen
 from tltlab.runtime.drafter.heads.head import DrafterHead, Eagle3Head, EagleHead, layer_config
 
 WORDS = ("a", "b", "c", "d", "<eos>")
@@ -26,7 +26,7 @@ _HIDDEN, _MLP, _HEADS, _HEAD_SIZE, _LAYERS = 64, 128, 2, 32, 4
 _AUX_LAYERS = [1, 2, 3]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TinyModels:
     """Checkpoint folders: a target, the target after a weight update, and its drafters by vLLM's method name."""
 

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import combinations, groupby, product
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, Lea
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import AcceptanceBudgetSpec, Policy, load_policy
 from tltlab.policies.specs import ExploreSpec, FixedSpec
+from tltlab.records import frozen
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.engine.vllm import on_cpu
@@ -79,7 +80,7 @@ POWER = 0.9
 _CRESSIE_READ = 2 / 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class EnginePlan:
     """One engine to start and the cases to run on it."""
 
@@ -220,7 +221,7 @@ def audit_text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class AuditRequest:
     """A request of the audit; with `updated` the updated weights answer it."""
 
@@ -230,7 +231,7 @@ class AuditRequest:
     updated: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SampledAnswer:
     """Tokens that the engine sampled; the first `num_before` by the old weights where they changed meanwhile."""
 
@@ -318,7 +319,7 @@ class AuditedEngine:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class AuditCase:
     """One setting to audit. With `depth` 0 the policy chooses it."""
 
@@ -334,7 +335,7 @@ class AuditCase:
         return ", ".join(filter(None, parts))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class AuditedDrafter:
     """A drafter under audit, by its name in an engine with a head of `method`, which samples if `probabilistic`."""
 
@@ -616,7 +617,7 @@ def rounds(case: AuditCase, batch: int, num_samples: int) -> list[list[AuditRequ
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ChiSquare:
     """A statistic that is chi-square with `dof` where the samples follow their distribution.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,14 @@ import pyarrow.parquet as pq
 from tltlab.config import leaves
 from tltlab.errors import ConfigError, TraceError, one_line
 from tltlab.importers.rows import rows_of
+from tltlab.records import frozen
 from tltlab.runtime.recipe.sections import DataConfig
 
 # The loader for a file, by its first suffix; a second one may name the compression.
 _LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow", ".parquet": "parquet"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Prompt:
     """One problem. `token_ids` is the model's input, `text` the reward function's.
 

@@ -51,6 +51,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, one_line
 from tltlab.files import new_folder
 from tltlab.policies.policy import Policy
+from tltlab.records import frozen
 from tltlab.runtime.engine.drafter_pool import DrafterPool, DrafterReport
 from tltlab.runtime.engine.graphs import parts_of
 from tltlab.runtime.ray.actors import error_of, get, runtime_env
@@ -845,7 +846,7 @@ def machine_addresses(nodes: Sequence[str], driver: str, addresses: Mapping[str,
     return {node: addresses[node] for node in {*nodes, driver}}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ServedDrafter:
     """The drafter that engines use since RL step `published`, after `updates` updates and `swaps` swaps of weights.
 

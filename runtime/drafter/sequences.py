@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tltlab.drafters.base import Key
+from tltlab.records import frozen
 
 HELD_OUT = 1 / 8
 """Share of a run's prompts that are held out: their responses judge the drafter, and no trainer learns from them."""
@@ -35,7 +36,7 @@ def prompt_draw(prompt: str, seed: int) -> float:
     return int.from_bytes(digest) / 2**32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrainingSequence:
     """A stretch of one request, prompt and response, with the states of the pass that generated or scored it.
 

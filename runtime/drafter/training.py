@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tltlab.errors import RunError
+from tltlab.records import frozen
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.run.memory import tensor_bytes
 
@@ -35,7 +36,7 @@ many rows of a 7B model's head in an engine's iteration.
 _WARM_UP_ROWS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class UpdateReport:
     """One update, the same for all members except what is their own.
 
@@ -54,7 +55,7 @@ class UpdateReport:
     own_sequences: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Acceptance:
     """Acceptance rate by unrolled step, given that earlier tokens were kept, as a mean over `rows`; empty without data.
 

@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -30,6 +30,7 @@ from torch import Tensor
 from tltlab.coordination.machine import StopTraining, Train
 from tltlab.errors import ConfigError, RunError, one_line
 from tltlab.files import new_file
+from tltlab.records import frozen
 from tltlab.runtime.recipe.drafter import BufferConfig, DrafterConfig
 from tltlab.runtime.run.memory import ProcessMemory, tensor_bytes
 
@@ -62,7 +63,7 @@ SHORTEST_STRETCH = 32
 """Rows below which a sequence is not cut to fill an update: text without context is unlike real drafting."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrainerPlacement:
     """Placement of a trainer: its worker, the address of the engine's sequences, its folder and the head's.
 
@@ -80,7 +81,7 @@ class TrainerPlacement:
     host: str = LOOPBACK
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrainerReport:
     """A trainer's new `rows` of `spot_training`, errors of checkpoints, and the updates of its state in all.
 

@@ -24,6 +24,7 @@ from tltlab.drafters.specs import (
     traits_of,
 )
 from tltlab.errors import ConfigError, RunError, did_you_mean
+from tltlab.records import frozen
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
@@ -41,7 +42,7 @@ class DrafterCollapsed(RunError):
     """The canary stopped the run: the learned drafter's acceptance is far below training's prediction."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DrafterReport:
     """State of an engine's drafters; `dataclasses.asdict` of it is JSON.
 

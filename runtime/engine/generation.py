@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 from tltlab.drafters.base import Key
 from tltlab.errors import RunError
+from tltlab.records import frozen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class GenerationRequest:
     """One response to generate: its key (rl_step, prompt_id, sample, turn), prompt token ids and cap in tokens.
 
@@ -34,7 +35,7 @@ class GenerationRequest:
     due: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FollowUp:
     """The next turn of a response: its request, whose prompt ends with the tokens `observed` of a tool's output.
 
@@ -65,7 +66,7 @@ class FollowUps(Protocol):
         """Return the turns that may begin; with `wait_for_one` wait for one tool call, if any is under way."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class GenerationResponse:
     """One response. `logprobs` are at the sampling temperature; times are in seconds since `generate`.
 
@@ -87,7 +88,7 @@ class GenerationResponse:
     versions: Sequence[tuple[int, int]] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Rollout:
     """One engine's share of a rollout: responses in the order of the requests, rows for the trace, seconds.
 

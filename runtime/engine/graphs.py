@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import BatchTable
+from tltlab.records import frozen
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 GIB = 2**30
@@ -64,7 +65,7 @@ Kind = Literal["full", "piecewise", "eager"]
 """Execution of an iteration: in one graph, in graphs with attention launched between them, or without graphs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CapturedGraphs:
     """The CUDA graphs of one engine, as its model runner has them; `mode` is vLLM's, "NONE" where there are none.
 
@@ -93,7 +94,7 @@ def vllm_batches(max_batch: int, spacing: float = 1.0) -> tuple[int, ...]:
     return (*batches, max_batch)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class GraphPlan:
     """Settings of vLLM for one policy. `may_run` and `asked` are ascending.
 

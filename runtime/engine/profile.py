@@ -23,6 +23,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.policies.simple import Fixed
 from tltlab.policies.specs import ExploreSpec
+from tltlab.records import frozen
 from tltlab.runtime.drafter.heads.target import read_config
 from tltlab.strategy import Strategy
 
@@ -48,7 +49,7 @@ class ForcedDrafter(TextDrafter):
         return Draft((text * (depth // len(text) + 1))[:depth], 0.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Load:
     """Requests in the batch, tokens drafted for each, tokens in each prompt; `prefill` times the prompts alone."""
 
@@ -58,7 +59,7 @@ class Load:
     prefill: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ProfileGrid:
     """All cells of some batches, depths and contexts, and `iterations` to time in each, over all visits."""
 

@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tltlab.errors import RunError, one_line
+from tltlab.records import frozen
 
 WeightTransport = Literal["host", "nccl", "ipc"]
 BUCKET_BYTES = 32 << 20
@@ -59,7 +60,7 @@ class WeightSource(Protocol):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class WeightBucket:
     """Places of whole tensors: (name, dtype, shape, offset) each, from byte `start` on in the memory at `path`.
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tltlab.console import marked_folder
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 
 from .measure import measure
 from .tasks import TASKS, Task, TaskProblem
@@ -52,7 +53,7 @@ Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 """Inputs and labels, both [rows, width]."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """A model's shape, and its training and evaluation in steps, not seconds, so that a seed fixes the weights."""
 

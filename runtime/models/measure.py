@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from tltlab.records import frozen
 from tltlab.runtime.rollout.rewards import load_reward
 from tltlab.stats import intraclass_correlation
 
 from .tasks import TaskProblem
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Sampled:
     """One response. `token_ids` ends in eos unless it was `clipped`."""
 

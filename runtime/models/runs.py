@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_file
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
+from tltlab.records import frozen
 from tltlab.runtime.data.prompts import Prompt, load_prompts
 from tltlab.runtime.drafter.offline.data import PromptedText, load_target
 from tltlab.runtime.drafter.offline.warm_up import train_drafter
@@ -37,7 +37,7 @@ Kind = Literal["never", "always", "every", "acceptance-drops", "gated"]
 """Schedule by which idle workers train the drafter."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Sizes:
     """Sizes of runs on a small model.
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
+from tltlab.records import frozen
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@frozen
 class TaskProblem:
     """The model's prompt and the checker's answer. Words are separated by single spaces."""
 
@@ -21,7 +22,7 @@ class TaskProblem:
     answer: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Task:
     """One task: `problem` draws a problem, `trace` one flawed solution of it, `reward` is an import path."""
 

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ import safetensors.numpy
 
 from tltlab.config import counted
 from tltlab.drafters.base import Key
+from tltlab.records import frozen
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
@@ -29,7 +30,7 @@ from .rewards import Scored
 Shares = list[list[GenerationRequest]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Trajectory:
     """A response to a prompt so far, its tokens from one or more RL steps; `epoch` is the data's.
 
@@ -97,7 +98,7 @@ class Trajectory:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RolloutTools:
     """Calls to engines and trainer that the rollout of `rl_step`, under version `policy_version`, may make.
 
@@ -116,7 +117,7 @@ class RolloutTools:
     policy_version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Collected:
     """One RL step's rollout: the training data, and the engines' work for it.
 

@@ -10,7 +10,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from tltlab.config import counted
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest
@@ -43,7 +44,7 @@ LENGTH_PERCENTILES = (50, 90, 99)
 _PER_TOKEN = {"token_ids": np.int32, "logprobs": np.float64, "token_versions": np.int32}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PartialGroup:
     """The `group_size` responses so far to a prompt, which is number `number` of the data."""
 

@@ -35,6 +35,7 @@ from tltlab.drafters.specs import DrafterSpec, SuffixSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.planning.placement import PLACEMENTS, PlacedRequest, Placement, placed
 from tltlab.policies.policy import Policy
+from tltlab.records import frozen
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.engine.weights import WeightTransport
@@ -74,7 +75,7 @@ LOW = 15 / 16
 """Fill level after entries were dropped: the order of dropping is recomputed only now and then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _Visit:
     """The responses to a prompt in one RL step: a reference to a list of (key, prompt, response), int32."""
 

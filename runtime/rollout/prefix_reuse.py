@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from tltlab.config import counted
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.heads.target import read_config
@@ -40,7 +41,7 @@ EARLIER_FILE = "earlier-responses.safetensors"
 _NO_ROWS: np.ndarray = np.empty((0, 0), np.float32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class EarlierResponse:
     """A response of N tokens, int32, with their log-probs, float32, under the policy that drew it.
 
@@ -53,7 +54,7 @@ class EarlierResponse:
     rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Prefix:
     """The kept part of a response, with log-probs under the active policy.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tltlab.config import counted
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt, read_prompts
 from tltlab.runtime.recipe.engines import config_of, engine_context
@@ -22,7 +22,7 @@ from tltlab.runtime.rollout.partial import AsynchronousRollouts, PartialRollouts
 from tltlab.runtime.rollout.prefix_reuse import ReusingRollouts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RolledOut:
     """An RL step's responses, the policy version that drew them, and the start time of their rollout."""
 

@@ -9,17 +9,18 @@ import ctypes
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tltlab.records import frozen
+
 _STATUS = Path("/proc/self/status")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ProcessMemory:
     """One process, number `number` of its kind. `parts` are bytes of tensors, and of texts, by owner.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +20,7 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.specs import Drafters, DrafterSpec
 from tltlab.errors import TraceError
 from tltlab.files import found_in
+from tltlab.records import frozen
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
@@ -50,7 +51,7 @@ _OFF_POLICY = {
 _KINDS = ("prefill", "speculative_decode", "decode")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StepReport:
     """Results of one RL step; seconds per stage and means over its responses.
 

@@ -8,7 +8,6 @@ chains of a batch are computed side by side: step i is one query per chain.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from tltlab.records import frozen
+
 CHUNK = 256
 """Queries whose scores are held at a time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SequenceGroup:
     """P ranks that compute the same T packed tokens together, T / P each, as DeepSpeed-Ulysses does (arXiv 2309.14509).
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tltlab.errors import ConfigError
 from tltlab.own import load_name, raised
+from tltlab.records import frozen
 from tltlab.runtime.recipe.sections import TrainConfig
 
 _MOST = 20.0
 """Log-ratios are clamped to +-20: exp overflows in float32 at 88, and infinity times 0 is not a gradient."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LossTokens:
     """T tokens of whole responses to learn from, tensors [T].
 
@@ -149,7 +149,7 @@ def correction_weights(
     return RULES["correction"][rule](torch.exp(log_ratio.clamp(-_MOST, _MOST)), cap).detach()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LossTerms:
     """The loss to minimise, and terms to log, summed over tokens by weight.
 
@@ -224,7 +224,7 @@ def kl_estimate(logp: Tensor, other_logp: Tensor, estimator: str = "k3") -> Tens
     return RULES["kl_estimator"][estimator](_log_ratio(logp, other_logp))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Mismatch:
     """Difference between the trainer's log-probs and those of the engine that drew the tokens.
 

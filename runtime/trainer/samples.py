@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import found_in
 from tltlab.own import load_function, raised
+from tltlab.records import frozen
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import TrainConfig
 
@@ -26,7 +27,7 @@ Pair = tuple[Sequence[int] | Tokens, Sequence[int] | Tokens]
 """Token ids of a prompt, one at least, and of its response."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Sample:
     """One whole response of N tokens to train on.
 
@@ -69,7 +70,7 @@ class Sample:
         return replace(self, prompt_token_ids=range(len(self.prompt_token_ids)), token_ids=tokens, logprobs=())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrainingValues:
     """Training values of N responses, [N] each: `lengths` in tokens, and `num_drawn`, those that a policy drew.
 
@@ -235,7 +236,7 @@ def share_out(
     return ranks_of(lengths, parts, ranks, config.tokens_per_microbatch)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class UpdateBatch:
     """N responses to train on. Lists have an entry for each of them, of its n tokens."""
 

@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import IOBase
 from itertools import accumulate, chain
 from pathlib import Path
@@ -48,6 +48,7 @@ from transformers import (
 from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError, RunError, one_line, refuse
 from tltlab.files import Hashing, fsync_file, read_text, write_sum
+from tltlab.records import frozen
 from tltlab.runtime.drafter.heads.head import mtp_weights, save_with_mtp
 from tltlab.runtime.drafter.heads.target import FrozenTarget, is_mimo
 from tltlab.runtime.engine.weights import (
@@ -87,7 +88,7 @@ PACKED = "tltlab_packed"
 _OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class UpdateMetrics:
     """Means over the mini-batches of an update; the first four are sums over micro-batches.
 
@@ -671,7 +672,7 @@ def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, with_moment
     return tensors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PackedTokens:
     """Sequences back to back, T tokens in all, and the R positions whose next token is one of a response.
 

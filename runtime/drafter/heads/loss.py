@@ -9,13 +9,12 @@ no pass of the target is needed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from tltlab.records import frozen
 from tltlab.runtime.drafter.sequences import PackedBatch
 from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.trainer.attention import causal_attention, chain_attention
@@ -29,7 +28,7 @@ MAX_LOGITS = 1 << 26
 """Logits held at a time, of drafter and target each; those beyond are recomputed instead of kept."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DrafterLoss:
     """Scalars of one batch: `loss` to go backward from, and the acceptance.
 

@@ -12,7 +12,6 @@ other weights the target's hidden states, and with them an EAGLE head's drafts, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torch.nn import functional
 
 from tltlab.arrays import Bytes
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import check_fit
 from tltlab.runtime.drafter.heads.layouts import is_head, load_head
@@ -64,7 +64,7 @@ def learned_annotator(method: str, model: str, target: str | None) -> TeacherFor
     return TeacherForced(vocabulary=verifier.config.vocab_size, kept=partial(kept_by_head, head, verifier))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TeacherForced:
     """Annotates responses one by one, of tokens below `vocabulary`.
 

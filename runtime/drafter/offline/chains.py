@@ -11,11 +11,11 @@ at any temperature, up to rounding differences of two programs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tltlab.records import frozen
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.loss import Chains
 from tltlab.runtime.drafter.heads.target import FrozenTarget
@@ -54,7 +54,7 @@ def kept_along(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequen
     return kept
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MeasuredChains:
     """Acceptance of a head's drafts.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from tltlab import console
 from tltlab.config import whole_text
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, one_line
+from tltlab.records import frozen
 from tltlab.runtime.data.prompts import rows_of_file
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence, prompt_draw
@@ -34,7 +35,7 @@ from tltlab.traces.trace import is_trace, locate, read
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PromptedText:
     """A response and its prompt; `token_ids` is empty where the response is still to be generated."""
 

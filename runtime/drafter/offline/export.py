@@ -12,7 +12,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ from tltlab.config import counted
 from tltlab.console import marked_folder
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json
+from tltlab.records import frozen
 from tltlab.runtime.drafter.heads.head import DrafterHead, Eagle3Head
 from tltlab.runtime.drafter.heads.kinds import check_fit
 from tltlab.runtime.drafter.heads.layouts import eagle_layout, load_head, verifier_of
@@ -41,7 +41,7 @@ ROUNDING = 0.05
 """Tolerated relative loss of accept length from rounding; the comparison has no sampling error."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ExportSource:
     """Source of an export: a head's folder, its target's, and prompts for the check, in a file's column or in a trace.
 
@@ -55,7 +55,7 @@ class ExportSource:
     chat: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ExportCheck:
     """Stock vLLM's acceptance of a drafter beside the expected one of its head on the same responses.
 

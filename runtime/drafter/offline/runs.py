@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from tltlab.calibration.idle_training import recorded_updates
+from tltlab.records import frozen
 from tltlab.traces.trace import Trace
 
 from .chains import chances, walk
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class AcceptedDrafts:
     """Drafts of one RL step. `kept[i]`: the number of drafts with at least i + 1 accepted tokens."""
 
@@ -86,7 +86,7 @@ def last_third(steps: Sequence[int]) -> list[int]:
     return list(steps)[-max(len(steps) // 3, 1) :]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class IdleTime:
     """One RL step's rollout, in seconds summed over workers.
 

@@ -24,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tltlab.records import frozen
 from tltlab.runtime.engine.guard import Guard
 
 VARIABLES = POLICY, RECORD, OPTIONS = "TLTLAB_POLICY", "TLTLAB_RECORD", "TLTLAB_OPTIONS"
@@ -161,7 +162,7 @@ VERSIONS = Path(__file__).with_name("versions.json")
 """By version: the torch it needs, and whether it has each capability."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Capability:
     """A use of vLLM.
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from tltlab.arrays import Array, Floats, Ints, Tokens
 from tltlab.drafters.base import Key
 from tltlab.drafters.budget import LengthClasses
+from tltlab.records import frozen
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.guard import Guard
 from tltlab.runtime.engine.requests import LiveRequest, Observer
@@ -44,7 +45,7 @@ _UNKNOWN, _WAITS, _DROPPED = -1, -2, -3
 _FIRST, _END, _LOW, _HIGH = range(4)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Captured:
     """Statistics of a capture: sequences and rows handed over, and its cost.
 
@@ -401,7 +402,7 @@ class _PinnedCopies(_HostCopies):
         self._free_buffers.append(pinned)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Rows:
     """The contiguous run of a request's rows from position `first` on: `hidden` (N, H), `aux` (N, A H) or None."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from tltlab.errors import ConfigError, RunError, one_line
+from tltlab.records import frozen
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 
 from . import on_cpu, starting, uncompiled
@@ -90,7 +90,7 @@ class PlainStock:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StockRun:
     """Result of stock vLLM on some prompts: responses, and its own counters of speculative decoding.
 
