@@ -97,7 +97,7 @@ def drive(run, tell):
             begins_at = json.loads((newest / "state.json").read_text())["rl_step"]
             load_trainer(newest / "trainer", learner.module, learner.optimizer, rank=0)
         tell("begins", begins_at)
-        drafter.load(learned)
+        learned = drafter.load() or learned
         tell("remembers", int(learned["n"]))
         with Recorder.reopen(run / "trace", MANIFEST, begins_at) as recorder:
             for rl_step in range(begins_at, STEPS):
