@@ -35,13 +35,13 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     steps = len(summary["makespan_s_per_step"])
     regret = f"regret {shown('regret', '.1%')}); {shown('fixed_bound_s', '.4g')} s where all stay on their workers"
     bound = f"{shown('lower_bound_s', '.4g')} s, any use of the drafts that the acceptance covers ({regret}"
-    speed_up = None
+    speed_up = []
     if ratios := summary["speedup"]:
         step = "" if ratios["rl_step"] is None else f", of the RL step {ratios['rl_step']:.2f}x"
-        speed_up = f"{ratios['rollout']:.2f}x over no speculation{step}"
+        speed_up = [("speed-up", f"{ratios['rollout']:.2f}x over no speculation{step}")]
     lines = [
         ("makespan", f"{shown('makespan_s', '.4g')} s (mean of {steps} RL steps){between}"),
-        *([] if speed_up is None else [("speed-up", speed_up)]),
+        *speed_up,
         ("costs", summary["evidence"]["says"]),
         ("lower bound", bound),
         ("throughput", f"{shown('tokens_per_s', '.4g')} tokens/s"),

@@ -78,7 +78,7 @@ class Forecast:
 
     def text(self) -> str:
         """The forecast for people."""
-        rows = [(name, found) for name, found in self.parts]
+        rows = [*self.parts]
         rows.append(("host memory", _needed(self.host_bytes, self.host_bytes_here, "on the fullest host")))
         rows.append(("disk", _needed(self.disk_bytes, self.disk_bytes_here, "at most, of checkpoints and trace")))
         rows += [("RL step", f"not simulated: {self.unknown}")] if self.unknown else []

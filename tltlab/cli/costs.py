@@ -58,21 +58,20 @@ def costs(
     if (strategy is None) != (accept_length is None):
         raise ConfigError("--strategy and --accept-length go together: what is drafted, and what comes of it")
     model = load_costs(name)
-    chosen = None
-    if strategy is not None:
+    asked = [(NO_SPECULATION, 1.0)]
+    if strategy is not None and accept_length is not None:
         chosen = parse_strategy(strategy, drafter)
         STANDARD.check([chosen])
-    if chosen and accept_length and accept_length > 1 + chosen.reach:
-        raise ConfigError(
-            f"--accept-length is {accept_length:g}: drafts of {chosen} yield at most "
-            f"{1 + chosen.reach} tokens, bonus included"
-        )
+        if accept_length > 1 + chosen.reach:
+            raise ConfigError(
+                f"--accept-length is {accept_length:g}: drafts of {chosen} yield at most "
+                f"{1 + chosen.reach} tokens, bonus included"
+            )
+        asked.append((chosen, accept_length))
     sizes = whole_numbers("--batch", batch, least=1)
     rows = []
     for size in sizes:
-        rows.append(_row(model, NO_SPECULATION, size, context, 1.0))
-        if chosen and accept_length:
-            rows.append(_row(model, chosen, size, context, accept_length))
+        rows += [_row(model, each, size, context, tokens) for each, tokens in asked]
     result = _described(name, model) | {"context_tokens_per_request": context, "rows": rows}
     result |= {"evidence": None if model.evidence is None else model.evidence.to_json()}
     emit(result | {"notes": list(model.notes)}, as_json, _table(result))

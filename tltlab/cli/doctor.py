@@ -19,8 +19,6 @@ from tltlab.traces.trace import locate
 
 WIDTH = 120  # letters of the longest line
 
-_MARK = {"problem": "PROBLEM", "hint": "hint"}
-
 
 def doctor(
     run: Annotated[
@@ -66,7 +64,7 @@ def _lines(run: Path, diagnosis: Diagnosis) -> list[str]:
     lines = [f"{run}{' (simulated: its figures are predictions)' if diagnosis.simulated else ''}", ""]
     for finding in diagnosis.findings:
         place = f"  [{finding.where}]" if finding.where else ""
-        lines += _wrapped(_MARK[finding.severity], finding.title + place)
+        lines += _wrapped("PROBLEM" if finding.severity == "problem" else "hint", finding.title + place)
         lines += [*_wrapped("", finding.evidence), *_wrapped("  ->", finding.advice), ""]
     if not diagnosis.findings:
         lines += ["No problem found.", ""]

@@ -46,9 +46,7 @@ def write(kind: str, name: str, folder: Path, *, model: str) -> list[Path]:
     if not re.fullmatch(r"[a-z_][a-z0-9_]*", name):
         raise ConfigError(f"{name!r} is no name for a module: small letters, digits and _, such as my_{kind}")
     words = {
-        "name": name,
         "module": name,
-        "function": "reward",
         "class_name": "".join(part.title() for part in name.split("_")),
         "model": model,
     }

@@ -36,15 +36,14 @@ def timeline(
     Example: tltlab timeline runs/demo --out timeline.png --rl-step 3
     """
     check_writable(out, ".json", *FORMATS)
-    first = read(trace)
-    second = [] if compare is None else [read(compare)]
+    traces = [read(path) for path in (trace, compare) if path is not None]
     step = _rl_step(rl_step)
     if out.suffix == ".json":
         chosen = step if step is not None else "all"
-        write_perfetto(out, first, *second, rl_step=chosen)
+        write_perfetto(out, *traces, rl_step=chosen)
     else:
-        chosen = step if step is not None else median_step(first, *second)
-        draw(first, rl_step=chosen, out=out, compare=second[0] if second else None)
+        chosen = step if step is not None else median_step(*traces)
+        draw(*traces, rl_step=chosen, out=out)
     emit({"out": str(out), "rl_step": chosen}, as_json, f"wrote {out} (RL step {chosen})")
 
 

@@ -207,19 +207,19 @@ def generate(
         model, group_size=shape["group_size"], num_workers=source.num_workers, seed=seed, name=out.name
     )
     every = math.ceil(math.prod(shape.values()) / MAX_RESPONSES)
+    names = ("workload", "outcomes")
     sampled: list[StepTables] = []
     num_tokens = 0
     with Recorder(out, manifest) as recorder:
         for rl_step, (workload, outcomes) in enumerate(steps):
             written = (workload, outcomes) if tools is None else tools.cut((workload, outcomes), seed)
-            for name, frame in zip(("workload", "outcomes"), written, strict=True):
+            for name, frame in zip(names, written, strict=True):
                 recorder.append(name, frame_to_arrow(name, frame))
             recorder.flush(wait=False)
             num_tokens += int(outcomes["response_tokens"].sum())
             if rl_step % every == 0:
                 sampled.append((workload, outcomes))
     model.write(out / MODEL_FILE)
-    names = ("workload", "outcomes")
     tables = {n: pd.concat(frames) for n, frames in zip(names, zip(*sampled, strict=True), strict=True)}
     figures = statistics(Trace.from_tables(manifest, tables))
     result = {

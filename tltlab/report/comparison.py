@@ -38,17 +38,16 @@ def comparison_page(result: Mapping[str, Any], path: Path, more: Sequence[Part] 
 def _page(result: Mapping[str, Any], path: Path, more: Sequence[Part]) -> Page:
     if (empty := next((key for key in _ROWS if result.get(key) == []), None)) is not None:
         raise ConfigError(f"{path}: its {empty} are an empty list, so there is nothing to report")
-    lists = {key for key, value in result.items() if isinstance(value, list)}
     if "answers" in result:
         return _what_if(result, path, more)
-    if "rows" in lists:
+    if "rows" in result:
         kind = "system" if "system" in result["rows"][0] else "policy"
         return _ratios(result, result["rows"], kind, f"{'Systems' if kind == 'system' else 'Policies'} compared", path)
-    if "candidates" in lists:
+    if "candidates" in result:
         return _ratios(result, result["candidates"], "name", "A tuned policy", path)
-    if "policies" in lists and all("measured_s" in row for row in result["policies"]):
+    if "policies" in result and all("measured_s" in row for row in result["policies"]):
         return _measured(result, path)
-    if "steps" in lists and "median_error" in result:
+    if "steps" in result and "median_error" in result:
         part = from_result(result, "As tltlab verify wrote it.")
         return Page(title=part.title, subtitle=path.name, parts=(part,))
     raise ConfigError(

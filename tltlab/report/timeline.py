@@ -75,7 +75,8 @@ def to_perfetto(
     tracks = {_STEPS: 1}
     for lane in segments["lane"].unique():
         tracks[lane] = len(tracks) + 1
-        tracks[f"{lane} iterations"] = len(tracks) + 1
+        if lane.startswith("worker ") and trace.num_rows("iterations"):
+            tracks[f"{lane} iterations"] = len(tracks) + 1
     events: list[dict[str, Any]] = []
 
     def add(track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
@@ -102,12 +103,10 @@ def to_perfetto(
             args = {name: row[name] for name in _ITERATION_ARGS if not pd.isna(row[name])}
             add(f"worker {row['worker']} iterations", "iteration", start_s, start_s + row["duration"], **args)
         events += _counter(trace, step, shift[step], process)
-    used = {event["tid"] for event in events if event["ph"] == "X"}
     whole = f"{trace.manifest.name or 'trace'} ({trace.manifest.kind})"
     names = [named(0, "process_name", name=whole), named(0, "process_sort_index", sort_index=process)]
     for track, tid in tracks.items():
-        if tid in used:
-            names += [named(tid, "thread_name", name=track), named(tid, "thread_sort_index", sort_index=tid)]
+        names += [named(tid, "thread_name", name=track), named(tid, "thread_sort_index", sort_index=tid)]
     return {"displayTimeUnit": "ms", "traceEvents": [*names, *events]}
 
 
@@ -136,11 +135,11 @@ def _counter(trace: Trace, step: int, shift_s: float, process: int) -> list[dict
 
 def timeline(
     trace: Any,
+    compare: Any = None,
     *,
     rl_step: int | Literal["all"] | None = None,
     out: str | Path | None = None,
     title: str | tuple[str, str] | None = None,
-    compare: Any = None,
     rollout_only: bool = False,
 ) -> Figure:
     """Draw one lane per worker with its idle share, the trainer below, and the running requests over time.

@@ -46,7 +46,7 @@ def report(source: str | Path, *, out: str | Path | None = None, verify: bool = 
     >>> page = report("demo", out="demo/report.html")  # doctest: +SKIP
     """
     source = Path(source)
-    page = _comparison(source) if _is_comparison(source) else run_page(source, verify=verify)
+    page = comparison_page(read_json(source), source) if _is_comparison(source) else run_page(source, verify=verify)
     if out is not None:
         write_file(Path(out), render(page))
     return page
@@ -64,13 +64,6 @@ def default_out(source: Path) -> Path:
 
 def _is_comparison(source: Path) -> bool:
     return source.is_file() and source.suffix == ".json"
-
-
-def _comparison(path: Path) -> Page:
-    result = read_json(path)
-    if not isinstance(result, dict):
-        raise ConfigError(f"{path}: a comparison is one JSON object, this is a {type(result).__name__}")
-    return comparison_page(result, path)
 
 
 def run_page(source: Path, *, verify: bool) -> Page:
