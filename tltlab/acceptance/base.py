@@ -18,15 +18,13 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from tltlab.arrays import Bytes, Floats
-from tltlab.config import FiniteModel, StoredModel
+from tltlab.config import FiniteModel, Share, StoredModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
 Key = tuple[int, str, int, int]
-Share = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
 Variation = Literal["nothing", "request", "position"]
 
 REFRESH_ITERATIONS = 32

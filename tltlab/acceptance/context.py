@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, SerializeAsAny, TypeAdapter, field_validator
+from pydantic import Field, PositiveFloat, SerializeAsAny, TypeAdapter, field_validator
 
 from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
-from .base import Acceptance, AcceptanceModel, Positive, RequestArrays, Scaled, Variation, Wrapped, scaled
+from .base import Acceptance, AcceptanceModel, RequestArrays, Scaled, Variation, Wrapped, scaled
 from .curves import Alike, SiblingAcceptance
 
 USELESS_AT = 9.0
@@ -61,7 +61,7 @@ class ContextAcceptance(Wrapped, AcceptanceModel):
 
     kind: Literal["context"] = "context"
     base: SerializeAsAny[AcceptanceModel]
-    trained_tokens: Positive | None
+    trained_tokens: PositiveFloat | None
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

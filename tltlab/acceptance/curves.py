@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from tltlab.arrays import Floats, Ints
-from tltlab.config import FrozenModel
+from tltlab.config import FrozenModel, Share
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
@@ -19,9 +19,7 @@ from .base import (
     ConstantAcceptance,
     GeometricAcceptance,
     LengthsAcceptance,
-    Positive,
     RequestArrays,
-    Share,
     known_drafter,
     only_chains,
 )
@@ -83,11 +81,11 @@ class TreeAcceptance(OfOneDrafter):
     kind: Literal["tree"] = "tree"
     drafter: str | None = None
     late_miss: Share
-    onset_levels: Positive
-    onset_shape: Positive
+    onset_levels: PositiveFloat
+    onset_shape: PositiveFloat
     pruned: Share
-    best_top_k: Positive = 8.0
-    top_k_penalty: Annotated[float, Field(ge=0)] = 0.0
+    best_top_k: PositiveFloat = 8.0
+    top_k_penalty: NonNegativeFloat = 0.0
     calibrated: TreeRange | None = None
     notes: tuple[str, ...] = ()
 
@@ -137,8 +135,8 @@ class SiblingAcceptance(OfOneDrafter):
     drafter: str | None = None
     alone: Share
     most: Share
-    exponent: Positive
-    own_tokens: Positive | None = None
+    exponent: PositiveFloat
+    own_tokens: PositiveFloat | None = None
     drafted_share: DraftedShare = 1.0
     notes: tuple[str, ...] = ()
 

@@ -12,15 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from tltlab.arrays import Floats
-from tltlab.config import FiniteModel
+from tltlab.config import FiniteModel, Share
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
-from .base import Acceptance, AcceptanceModel, Positive, RequestArrays, Scaled, Share, Wrapped
+from .base import Acceptance, AcceptanceModel, RequestArrays, Scaled, Wrapped
 from .context import ContextAcceptance
 from .curves import Alike, SiblingAcceptance
 
@@ -60,9 +60,9 @@ class Freshness(FiniteModel):
     """
 
     untrained: Share = 0.885
-    updates_to_train: Positive = 3.0
+    updates_to_train: PositiveFloat = 3.0
     floor: Share = 0.885
-    age_steps: Positive = 10.0
+    age_steps: PositiveFloat = 10.0
 
     @model_validator(mode="after")
     def _ages_downwards(self) -> Freshness:
@@ -87,8 +87,8 @@ class Freshness(FiniteModel):
 class MeasuredState(FiniteModel):
     """The drafter's state in which the base model was measured."""
 
-    age: Annotated[float, Field(ge=0)] = 0.0
-    updates: Annotated[float, Field(ge=0)]
+    age: NonNegativeFloat = 0.0
+    updates: NonNegativeFloat
 
 
 class FreshAcceptance(Wrapped, AcceptanceModel):

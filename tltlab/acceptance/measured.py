@@ -13,12 +13,12 @@ import numpy as np
 from pydantic import ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 from tltlab.arrays import Floats, Ints
-from tltlab.config import FrozenModel
+from tltlab.config import FrozenModel, Share
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
-from .base import Distribution, Share, chain_alpha, from_survival, known_drafter, only_chains
+from .base import Distribution, chain_alpha, from_survival, known_drafter, only_chains
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, NonNegativeFloat, field_validator
 
 from tltlab.config import FrozenModel
 
 Distance = Literal["measured together", "interpolated", "never measured"]
 Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Span = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
+Span = tuple[NonNegativeFloat, NonNegativeFloat]
 SPECULATING = ", speculating"
 """Ends the name of a fold whose errors are those of speed-ups, not of times."""
 LEVEL = 0.9

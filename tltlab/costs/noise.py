@@ -8,14 +8,12 @@ workers that drift apart would lengthen every predicted rollout.
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from tltlab.arrays import Array, Floats, Ints
-from tltlab.config import FiniteModel, FrozenModel
+from tltlab.config import FiniteModel, FrozenModel, Share
 
 SPANS = (4, 16, 64)
 """Lengths in iterations of the blocks that share an excess; with 1 they cover lags up to a fast rollout's length."""
@@ -29,7 +27,7 @@ class Block(FrozenModel):
     """`share` of the variance (of normal scores) belongs to excesses that last `iterations`."""
 
     iterations: PositiveInt
-    share: Annotated[float, Field(ge=0, le=1)]
+    share: Share
 
 
 class IterationNoise(FiniteModel):
@@ -45,7 +43,7 @@ class IterationNoise(FiniteModel):
     ([0.8, 1.2], 0.2)
     """
 
-    ratios: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1)
+    ratios: tuple[PositiveFloat, ...] = Field(min_length=1)
     blocks: tuple[Block, ...] = ()
 
     @model_validator(mode="after")

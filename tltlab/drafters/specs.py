@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 
-from tltlab.config import Built, FiniteModel
+from tltlab.config import Built, Count, FiniteModel
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_object
 from tltlab.own import OwnPart
@@ -87,9 +87,9 @@ class LearnedSpec(FiniteModel):
     method: Literal["eagle", "eagle3", "draft_model", "mtp", "dflash", "dspark"]
     model: str = ""
     trained: bool = True
-    max_age: int | None = Field(default=None, ge=0)
+    max_age: NonNegativeInt | None = None
     fallback: str | None = None
-    layers: int | None = Field(default=None, ge=1)
+    layers: Count | None = None
 
     @property
     def traits(self) -> DrafterTraits:

@@ -13,11 +13,10 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from tltlab.arrays import Floats
-from tltlab.config import FrozenModel, StoredModel, faults_in
+from tltlab.config import FrozenModel, Share, StoredModel, faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Growth = Annotated[float, Field(gt=-1, allow_inf_nan=False)]
 
 _NORMAL = NormalDist()

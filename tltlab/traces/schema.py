@@ -17,10 +17,17 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, field_validator, model_serializer
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+)
 
 from tltlab.arrays import Ints
-from tltlab.config import FrozenModel, faults
+from tltlab.config import Count, FrozenModel, faults
 from tltlab.drafters.specs import DrafterTraits
 from tltlab.errors import TraceError
 from tltlab.files import read_text, replace_durably, sealed, unsealed
@@ -167,10 +174,10 @@ class Manifest(FrozenModel):
     model: str | None = None
     hardware: str | None = None
     engine: str | None = None
-    num_workers: int | None = Field(default=None, ge=1)
-    max_response_tokens: int | None = Field(default=None, ge=1)
-    group_size: int | None = Field(default=None, ge=1)
-    num_rl_steps: int | None = Field(default=None, ge=0)
+    num_workers: Count | None = None
+    max_response_tokens: Count | None = None
+    group_size: Count | None = None
+    num_rl_steps: NonNegativeInt | None = None
     license: str | None = None
     source: str | None = None
     seed: int | None = None
