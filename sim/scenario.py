@@ -27,7 +27,7 @@ from tltlab.importers.sources import TraceSource, read
 from tltlab.own import from_user, raised, split
 from tltlab.planning.beliefs import LengthBelief
 from tltlab.planning.composition import Admission, SharedBuffer
-from tltlab.planning.planners import PLANNERS, load_planner
+from tltlab.planning.planners import PLANNERS, Gatherer, load_planner
 from tltlab.planning.rollout import LENGTHS, RolloutPlanner, Shape
 from tltlab.planning.rollout_driver import PlanDriver
 from tltlab.policies.driver import refuse_needs
@@ -140,6 +140,10 @@ class Scenario(SimulationConfig):
             active.check_same_gpus(shape)
             if shape.engines > active.engines:
                 raise ConfigError(f"{shape} has more engines than the {active.engines} workers: gathers are onto fewer")
+        if isinstance(scenario.planner, Gatherer) and not wider:
+            raise ConfigError(
+                "there is no other shape to gather onto: give --gpus with several workers, or --shapes 1x8=COSTS"
+            )
         if scenario.planner is not None and (why := scenario.unplanned()):
             raise ConfigError(f"a planner is not simulated with {why}: leave out one of them")
         return scenario

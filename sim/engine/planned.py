@@ -180,11 +180,12 @@ class PlannedRollout:
         if driver.planner is not None:
             self._do(driver.begin(self._state()))
         self.env.run()
-        while self._running:
-            driver.note(f"{len(self._running)} requests are held though no other runs; they go on")
+        while self._away:
+            driver.note(f"{len(self._away)} requests are held though no other runs; they go on")
             for n, request in enumerate(list(self._away)):
                 self._join(request, n % len(self._workers))
             self.env.run()
+        assert not self._running, "requests were lost"
         self._stop()
         self.result.makespan_s = max(self.result.worker_end_s)
         return self.result

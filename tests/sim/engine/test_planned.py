@@ -218,7 +218,9 @@ def test_requests_move_from_the_engine_that_ends_last_to_one_that_has_none():
         ({"planner": "gather", "shapes": "1x8", "costs": "cpu-small"}, "no costs"),
         ({"planner": "gather", "shapes": {Shape(engines=3, gpus=3): ONE_SECOND}, "costs": ONE_SECOND}, "divide"),
         ({"planner": "gather", "gather_s": float("nan")}, "gather"),
-        ({"planner": "gather", "spot": "tlt"}, "idle workers"),
+        ({"planner": "gather", "costs": "cpu-small"}, "no other shape"),
+        ({"planner": "clairvoyant", "gpus": "1xH100", "model": "Qwen2.5-0.5B"}, "no other shape"),
+        ({"planner": "rebalance", "spot": "tlt"}, "idle workers"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(settings, words):
