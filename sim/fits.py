@@ -28,6 +28,7 @@ from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import guess, read
 from tltlab.options import Option, check
+from tltlab.records import frozen
 from tltlab.sim.options import LogCosts, LogWorkers, RlSteps
 from tltlab.sim.verification.training_log import LogFit, fit_log, is_log
 from tltlab.traces.trace import Trace
@@ -139,7 +140,7 @@ def hardware(gpu: str | None, model: str | None, tp: int | None) -> Hardware | N
         return Hardware(gpu=listed(find_gpu(gpu)), model=listed(find_model(model)), tp=tp)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Fits:
     """Models that one call fitted; None where a model was not requested."""
 

@@ -29,7 +29,7 @@ from .config import at_least
 from .simulate import SimResult
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Pools:
     """GPUs that generate and GPUs that train; `shared` where they are the same."""
 
@@ -42,7 +42,7 @@ class Pools:
         return self.rollout_gpus if self.shared else self.rollout_gpus + self.train_gpus
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Colocated:
     """All GPUs roll out, then compute log-probs, train and sync in turn, as in VeRL and TLT."""
 
@@ -64,7 +64,7 @@ class Colocated:
         return Pools(rollout_gpus=num_gpus, train_gpus=num_gpus, shared=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Separate:
     """Engines and trainer on separate GPUs, as in Open-R1.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from tltlab.errors import ConfigError, one_line
 from tltlab.importers.sources import read
 from tltlab.lengths.generate import generate
 from tltlab.lengths.model import REGIMES
+from tltlab.records import frozen
 from tltlab.runtime.recipe.dry_run import RunPlan
 from tltlab.runtime.recipe.engines import shape_of
 from tltlab.runtime.recipe.recipe import Recipe
@@ -41,7 +42,7 @@ HUB_S = 5.0
 """Seconds that the Hugging Face Hub may take to answer."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class StepTime:
     """Simulated seconds of an RL step with responses of some lengths; `low` and `high` are the 90 % range of costs."""
 
@@ -52,7 +53,7 @@ class StepTime:
     high_s: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Forecast:
     """The forecast; sizes are bytes, `*_here` those of this machine.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ def _own(tensor: Tensor) -> Tensor:
     return host if host.untyped_storage().nbytes() == host.numel() * host.element_size() else host.clone()
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class PackedBatch:
     """Rows of several sequences, T in all. Row t of a sequence joins token t + 1 with the target's hidden state at t.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -106,7 +105,7 @@ class ProfileGrid:
         return max(c.context + self.response_tokens(c, 2048) for c in self.cells)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Profile:
     """Result of a measurement.
 

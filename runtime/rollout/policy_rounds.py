@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -21,6 +20,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json, sealed, write_json
 from tltlab.policies.policy import EXPLORE, Policy
 from tltlab.policies.specs import ExploreSpec
+from tltlab.records import frozen
 from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.data.prompts import Prompt, load_prompts
 from tltlab.runtime.drafter.offline.data import load_tokenizer
@@ -46,7 +46,7 @@ NUM_REPEATED = 2
 """Rollouts of each round that are repeated."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RunToVerify:
     """A RUN to roll out again: its recipe with its final model, and its learned drafters, by name."""
 

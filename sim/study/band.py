@@ -21,6 +21,7 @@ from tltlab.costs.evidence import interval
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
+from tltlab.records import frozen
 from tltlab.sim.engine.requests import Requests, of_responses
 from tltlab.sim.placement import place_steps
 from tltlab.sim.scenario import Scenario
@@ -55,7 +56,7 @@ Effect = tuple[float, float]
 Ends = tuple[float, float]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Band:
     """A speed-up with its 90 % range, from the independent `effects` of its inputs.
 
@@ -122,7 +123,7 @@ class Band:
         return f"{low} to {high}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class InputErrors:
     """The 90 % ranges of a simulation's inputs.
 
@@ -164,7 +165,7 @@ class InputErrors:
         return min([0.0, *logs]), max([0.0, *logs])
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Times:
     """Seconds of each RL step's rollout, and of the whole RL step where that is known."""
 

@@ -21,6 +21,7 @@ from tltlab.planning.composition import System
 from tltlab.planning.planners import PLANNERS
 from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy, PolicySource
+from tltlab.records import frozen
 from tltlab.sim.config import SimulationConfig, Source, at_least, decision_interval
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import Colocated
@@ -216,7 +217,7 @@ def compare(
     return comparison(rows, {name: list(values) for name, values in axes.items()}, attrs)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class _Point:
     """A combination of the axes' values, the scenarios there, and the policies or systems that are compared."""
 

@@ -16,6 +16,7 @@ from tltlab.costs.scaled import ScaledCosts
 from tltlab.costs.stages import StageCosts
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
+from tltlab.records import frozen
 from tltlab.stats import interval_ends
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
@@ -44,7 +45,7 @@ def logged_share(trace: Trace) -> float | None:
     return None if share is None else share.estimate
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class LoggedRun:
     """A simulation in the terms of its trace's log; of another trace, or a log without stages, `scenarios` as given.
 

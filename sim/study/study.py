@@ -42,6 +42,7 @@ from tltlab.errors import ConfigError, InputError, TltlabError, one_line
 from tltlab.files import parse_json
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.policies.policy import Policy
+from tltlab.records import frozen
 from tltlab.sim.rl_steps import Colocated, RunResult, Topology, run_steps
 from tltlab.sim.scenario import Scenario, is_memoryless
 from tltlab.sim.simulate import SimResult, simulated
@@ -56,7 +57,7 @@ _REQUEST_S, _DECISION_S = 2e-6, 3e-5
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Cell:
     """A policy, or a system, under some conditions.
 
@@ -149,7 +150,7 @@ class Cell:
         return rows
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Study:
     """Cells that share nothing but common random numbers, and how they are simulated.
 

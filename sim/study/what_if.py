@@ -31,6 +31,7 @@ from tltlab.planning.system_binding import BoundSystem
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableSpec
+from tltlab.records import frozen
 from tltlab.sim.config import (
     SimulationConfig,
     check_keywords,
@@ -423,7 +424,7 @@ class WhatIfConfig(SimulationConfig):
         return "learned" if self.accept is not None and self.drafter is None else self.drafter
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class DrafterTraining:
     """A rollout with a drafter at its best against one at its worst, each with the best table of draft depths.
 
@@ -572,7 +573,7 @@ def _with_acceptance(config: WhatIfConfig, trace: Trace) -> tuple[WhatIfConfig, 
     return config, drafter, config.acceptance in (None, "trace")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class _Question:
     """A question without its RL steps."""
 

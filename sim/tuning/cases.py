@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import CustomSpec, FixedSpec
+from tltlab.records import frozen
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.band import InputErrors
@@ -129,7 +130,7 @@ def batch_times(scenario: Scenario) -> dict[int, tuple[float, float]]:
     return {b: (times[b] / steps, contexts[b] / times[b]) for b in sorted(times)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class TuningCases:
     """RL steps of one or several traces, a scenario for each trace, that count together by their mean.
 

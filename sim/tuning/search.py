@@ -21,6 +21,7 @@ from tltlab.planning.buckets import plan_buckets
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.selector import SelectorSpec
 from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
+from tltlab.records import frozen
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.study import Journal
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -117,7 +118,7 @@ def tables(prices: Sequence[Prices]) -> dict[str, Policy]:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Space:
     """Settings that a search tries with their values, in order where these are numbers, and those to begin with.
 
@@ -198,7 +199,7 @@ def bandits(prices: Prices) -> Space:
     return Space(policy=policy, choices=choices, first=SHIPPED_SETTINGS)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Trial:
     """Settings that were tried and their score."""
 

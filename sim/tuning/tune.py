@@ -31,6 +31,7 @@ from tltlab.options import Option
 from tltlab.own import split
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.specs import FixedSpec
+from tltlab.records import frozen
 from tltlab.sim.config import SimulationConfig, decision_interval
 from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import DEPTHS, Scenario, policy_name
@@ -52,7 +53,7 @@ ORDER = ("none", "fixed", "elastic", "table", "bandit", "own")
 TUNED = ORDER[2:]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Finalists:
     """Policies by name, what kind each is, and the fixed strategy (or none) that was best on the tuning steps."""
 
@@ -67,7 +68,7 @@ class Finalists:
         return {name: score for race in races for name, score in race.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class JudgedPolicy:
     """A finalist on the held-out steps.
 

@@ -23,6 +23,7 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.policies.driver import PolicyDriver, Rewarded
 from tltlab.policies.selector import Selector
+from tltlab.records import frozen
 from tltlab.sim.engine import record
 from tltlab.sim.engine.batch import Batch, Gains, MacroStep, SpeculativeIterations
 from tltlab.sim.engine.record import SimulatedRollout
@@ -45,7 +46,7 @@ STATE = ("batch", "num_waiting", "context_tokens")
 """Columns of `iterations` with the state in which a policy chose."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Decisions:
     """Recorded decisions and those of the simulator.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -15,12 +14,13 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.own import code_allowed, named_in
 from tltlab.policies.policy import SHIPPED, Policy, policy_of_drafts
+from tltlab.records import frozen
 from tltlab.traces.trace import Trace, run_folder
 
 _File = TypeVar("_File", bound="_RunFile")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ActivePolicy:
     """A policy, its name, and the RL step at which it was set afresh; `seed` is the run's."""
 

@@ -41,6 +41,7 @@ from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.study.jobs import side_by_side
 from tltlab.sim.study.logged import LoggedRun
@@ -70,7 +71,7 @@ def is_log(trace: Trace) -> bool:
     return trace.iterations is None and steps is not None and "rollout_s" in steps and trace.manifest.kind == "imported"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class StepColumns:
     """Data for the fit of rollout times: a row per RL step with rl_step, measured_s and a column per term."""
 

@@ -19,6 +19,7 @@ from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifes
 from tltlab.lengths.model import LengthModel, of_regime
 from tltlab.options import Option, check, command
 from tltlab.planning.beliefs import judge
+from tltlab.records import frozen
 from tltlab.traces.metrics import count
 from tltlab.traces.metrics import describe as describe_trace
 from tltlab.traces.recorder import Recorder
@@ -267,7 +268,7 @@ def _describe_text(result: dict[str, Any]) -> str:
     return f"{described}\n\n{table(list(columns), rows, left=0)}\n\n{predicted}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class _Source:
     model: LengthModel
     shape: dict[str, int]

@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import write_json
 from tltlab.policies.policy import Policy
+from tltlab.records import frozen
 from tltlab.runtime.engine.environment import gpus, hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.rollout.played import STOCK, RehearsalPlan, played, rollout_of
@@ -39,7 +40,7 @@ from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Rehearsal:
     """A row per policy in `rows`, in the order of the plan: those of `agreement`, and what engines showed.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import AutoConfig, PretrainedConfig
 
 from tltlab.errors import ConfigError, one_line
+from tltlab.records import frozen
 
 MIMO = "MiMoForCausalLM"
 """The architecture whose hidden states vLLM hands over before its final norm, as its MTP layer reads them."""
@@ -27,7 +28,7 @@ WEIGHTS_FILE = "model.safetensors"
 EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class FrozenTarget:
     """The target's embedding (V, H) and LM head (V, H); one tensor where the target ties them. No gradient reaches it.
 
