@@ -87,7 +87,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 
@@ -95,6 +95,7 @@ from tltlab.acceptance.base import Acceptance, RequestArrays
 from tltlab.arrays import Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.planning.rollout import Shape
+from tltlab.records import frozen
 from tltlab.sim.engine.batch import TOLERANCE_TOKENS
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
@@ -104,7 +105,7 @@ _STRETCH_TOKENS = 256.0
 _TOUCHED_BATCHES = (1, 16)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Floors:
     """What iterations cost on the engines of one shape, at batches of 1 in column 0, of 2 in column 1, and so on.
 

@@ -20,7 +20,7 @@ from tltlab.records import frozen
 from .random_numbers import request_seeds
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Turns:
     """Responses with tool calls, each of several requests: a turn's tokens, a tool, the next turn behind its output.
 

@@ -267,7 +267,7 @@ def test_unmet_needs_are_refused_before_activation(strategy, complaint):
 
 def test_drafter_that_cannot_be_built_leaves_policy(monkeypatch):
     engine, script = played(NO_SPECULATION, suffix=SuffixSpec())
-    monkeypatch.setattr(SuffixSpec, "build", raising(ConfigError("no library")))
+    monkeypatch.setattr(SuffixSpec, "make", raising(ConfigError("no library")))
     with refused(ConfigError, naming=("library",)):
         engine.control.set_selector(Script(chain(2, "suffix")))
     assert engine.control.driver.selector is script
