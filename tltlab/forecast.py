@@ -18,7 +18,6 @@ from tltlab.errors import ConfigError, one_line
 from tltlab.importers.sources import read
 from tltlab.lengths.generate import generate
 from tltlab.lengths.model import REGIMES
-from tltlab.records import frozen
 from tltlab.runtime.recipe.dry_run import RunPlan
 from tltlab.runtime.recipe.engines import shape_of
 from tltlab.runtime.recipe.recipe import Recipe
