@@ -59,7 +59,7 @@ work = Path(scratch.name)
 # bandit. It does so on half of the RL steps and judges on the other half. Few trials here, to be quick.
 
 # %%
-result = tune(trace, depths=(2, 4, 8), max_buckets=2, trials=4, repeats=2)
+result = tune(trace, depths=(2, 4, 8), trials=4, repeats=2)
 print(result.verdict)
 display(pd.DataFrame(result.json()["candidates"]).round(3))
 

@@ -110,7 +110,7 @@ display(table[columns].round(3))
 #
 # Asynchronous RL, responses that are all long, several turns with tools: each against the same system without drafts,
 # on workers of four H100 with Qwen2.5-32B, with TLT's threshold of 32 running requests and without it. Responses are
-# few and short here; `cap, load = 32_768, 64` is the full size. Notebook 09 simulates the set-ups of TLT's
+# few and short here; `cap, load = 32_768, 64` is the full size. Notebook 10 simulates the set-ups of TLT's
 # scripts beside its claim.
 
 # %%

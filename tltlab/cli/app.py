@@ -56,7 +56,7 @@ _PURPOSES = {
 _GONE = {
     "advise": "`tltlab what-if` estimates the benefit of training the drafter",
     "completion": "`tltlab --install-completion` sets the shell up, `tltlab --show-completion` prints the script",
-    "experiment": "`tltlab bench` measures on engines, in a clone (batch-size, systems, drafter), and notebook 09 "
+    "experiment": "`tltlab bench` measures on engines, in a clone (batch-size, systems, drafter), and notebook 10 "
     "simulates TLT's published set-ups",
     "map": "`tltlab compare` takes lists of values, and notebook 08 draws which family pays where",
     "sweep": "`tltlab compare` takes lists, such as --workers 4,8 --gpus 8xH100,8xB200",
@@ -68,6 +68,8 @@ _GONE_OPTIONS = {
     ("compare", "--claims"): "--json has each system's `claim`",
     ("compare", "--ranges"): "`tltlab what-if` has the 90 % range",
     ("compare", "--no-ranges"): "no range of ranks is made any more",
+    ("tune", "--max-buckets"): "tables have four rows at most, as those of what-if",
+    ("make-model", "--mtp"): "models with MTP layers come from elsewhere; drafter.loss.kind = mtp trains them",
     ("timeline", "--rollout-only"): "tltlab.timeline in Python has rollout_only",
     ("timeline", "--title"): "tltlab.timeline in Python has a title",
 }
