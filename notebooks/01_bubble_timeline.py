@@ -32,8 +32,6 @@ from tltlab.report.timeline import write_perfetto
 from tltlab.sim import simulate
 from tltlab.traces import metrics
 
-# %matplotlib inline
-
 root = next(folder for folder in [Path.cwd(), *Path.cwd().parents] if (folder / "traces").is_dir())
 trace = tltlab.read(root / "traces" / "tiny")
 print(trace.manifest.kind, "on", trace.manifest.hardware, "with", trace.manifest.engine)
@@ -46,7 +44,7 @@ print(trace.manifest.kind, "on", trace.manifest.hardware, "with", trace.manifest
 # which it had nothing to do.
 
 # %%
-display(tltlab.timeline(trace, rl_step=3))
+tltlab.timeline(trace, rl_step=3)
 
 # %% [markdown]
 # Look for two things. The grey end of a lane is idle time that nothing fills. And most of the requests are done in the
@@ -61,7 +59,7 @@ display(tltlab.timeline(trace, rl_step=3))
 # %%
 columns = ["rl_step", "num_responses", "p50_tokens", "max_tokens", "rollout_s", "bubble_fraction", "tail_fraction"]
 display(pd.DataFrame(metrics.per_step(trace))[columns].round(3))
-display(tltlab.timeline(trace, rl_step="all"))
+tltlab.timeline(trace, rl_step="all")
 
 # %% [markdown]
 # ## What makes the tail: lengths
@@ -72,13 +70,22 @@ display(tltlab.timeline(trace, rl_step="all"))
 # %%
 tokens = trace.outcomes["response_tokens"].sort_values().to_numpy()
 left = [1 - (i + 1) / len(tokens) for i in range(len(tokens))]
-picture = lines(
+lines(
     {"recorded responses": (tokens, left)},
     xlabel="response tokens",
     ylabel="share of responses that are longer",
     title="lengths in traces/tiny",
 )
-display(picture)
+
+# %% [markdown]
+# ## Where the seconds went
+#
+# From the shortest rollout that any choice allows (the bound) to the measured one, in steps. Each is a simulation with
+# one thing changed. Half of the rollout could not be avoided; of the rest, the largest part is the choice of depth,
+# which was random here, and then the drain: workers that wait for the longest response.
+
+# %%
+tltlab.waterfall(trace).plot()
 
 # %% [markdown]
 # ## Idle time is not lost for good
@@ -90,7 +97,7 @@ display(picture)
 # %%
 training = {"samples_per_update": 1, "sample_tokens": 64, "padded_samples_per_s": 100, "start_s": 0.01, "join_s": 0.005}
 filled = simulate(trace, "fixed", workers=4, spot=training)
-display(tltlab.timeline(filled, rl_step=3, title="simulated, four workers, training when idle"))
+tltlab.timeline(filled, rl_step=3, title="simulated, four workers, training when idle")
 
 # %% [markdown]
 # ## Take it with you

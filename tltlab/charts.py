@@ -37,6 +37,13 @@ FORMATS = (".png", ".svg")
 Values = Sequence[float | None] | np.ndarray
 
 
+class Chart(Figure):
+    """A figure that shows itself as the last line of a notebook's cell, without `%matplotlib inline` too."""
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        return _bytes(self, "png", dpi=96), {"width": round(96 * self.get_figwidth())}
+
+
 def bars(
     labels: Sequence[str],
     values: Values,
@@ -56,7 +63,7 @@ def bars(
     names = [textwrap.fill(label, _LABEL_LETTERS) for label in labels]
     if axes is None:
         row_in = 0.3 + 0.15 * max((name.count("\n") for name in names), default=0)
-        axes = Figure(figsize=(_WIDTH_IN, 0.85 + row_in * max(len(labels), 1)), layout="constrained").subplots()
+        axes = Chart(figsize=(_WIDTH_IN, 0.85 + row_in * max(len(labels), 1)), layout="constrained").subplots()
     y, size = np.arange(len(labels)), _floats(values)
     axes.barh(y, np.nan_to_num(size), height=0.62, color=COLORS[4], edgecolor=COLORS[0], linewidth=0.6)
     if low is not None and high is not None:
@@ -89,7 +96,7 @@ def lines(
 
     `doubling` spaces x = 1, 2, 4, ... evenly, as batch sizes want it.
     """
-    figure = Figure(figsize=(_WIDTH_IN, 2.9), layout="constrained")
+    figure = Chart(figsize=(_WIDTH_IN, 2.9), layout="constrained")
     axes = figure.subplots()
     for i, (name, (x, y)) in enumerate(series.items()):
         across, up, color = _floats(x), _floats(y), COLORS[i % len(COLORS)]
@@ -117,7 +124,7 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str) -> Figu
     `parts` are shares between 0 and 1, one per value of x; a part that is 0 throughout takes a colour and is not
     drawn.
     """
-    figure = Figure(figsize=(_WIDTH_IN, 2.9), layout="constrained")
+    figure = Chart(figsize=(_WIDTH_IN, 2.9), layout="constrained")
     axes = figure.subplots()
     across = _floats(x)
     width = float(np.min(np.diff(across))) if len(across) > 1 else 1.0
@@ -145,7 +152,7 @@ def scatter_identity(
     measured: Values, predicted: Values, *, xlabel: str, ylabel: str, title: str, labels: Sequence[str]
 ) -> Figure:
     """Predicted over measured with the line on which they agree; `labels` names each point's group."""
-    figure = Figure(figsize=(4.6, 4.0), layout="constrained")
+    figure = Chart(figsize=(4.6, 4.0), layout="constrained")
     axes = figure.subplots()
     x, y = _floats(measured), _floats(predicted)
     group = np.asarray(labels, dtype=object)
@@ -176,7 +183,7 @@ def waterfall(steps: Sequence[tuple[str, float]], *, measured: bool, title: str,
     spread = max(ends.max() - low, 1e-9)
     left = 0.0 if low < 2 * spread else low - 0.3 * spread
     blue, pale, gain, orange, grey = COLORS[0], COLORS[4], COLORS[2], COLORS[1], "#c9c9c9"
-    figure = Figure(figsize=(width_in, 0.75 + 0.27 * (len(steps) + 1)), layout="constrained")
+    figure = Chart(figsize=(width_in, 0.75 + 0.27 * (len(steps) + 1)), layout="constrained")
     axes = figure.subplots()
     looks = [blue, *(gain if size < 0 else pale for size in seconds[1:]), orange if measured else blue]
     if "unexplained" in names:
@@ -217,7 +224,7 @@ def heat_maps(
     every = np.concatenate([[0.0], *(np.abs(values - 1.0).ravel() for values in numbers.values())])
     away = 1.6 * float(np.nanmax(every)) or 1.0  # darker cells would hide their numbers
     rows = max((len(values) for values in numbers.values()), default=1)
-    figure = Figure(figsize=(_WIDTH_IN, len(tables) * (0.9 + 0.34 * rows)), layout="constrained")
+    figure = Chart(figsize=(_WIDTH_IN, len(tables) * (0.9 + 0.34 * rows)), layout="constrained")
     for axes, (name, values) in zip(figure.subplots(len(tables), 1, squeeze=False)[:, 0], numbers.items(), strict=True):
         axes.imshow(values, aspect="auto", cmap="RdYlBu", vmin=1.0 - away, vmax=1.0 + away)
         for (row, column), value in np.ndenumerate(values):
@@ -264,7 +271,7 @@ def inline_svg(figure: Figure, names: Sequence[str]) -> str:
     return re.sub(r' id="(figure|axes|patch|text|line2d|matplotlib\.axis|xtick|ytick|\w*Collection)_\d+"', "", text)
 
 
-def _bytes(figure: Figure, kind: str, *, transparent: bool = False) -> bytes:
+def _bytes(figure: Figure, kind: str, *, transparent: bool = False, dpi: int = 160) -> bytes:
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "tltlab", "svg.fonttype": "none"}):
         if (engine := figure.get_layout_engine()) is not None:
@@ -272,7 +279,7 @@ def _bytes(figure: Figure, kind: str, *, transparent: bool = False) -> bytes:
             for _ in range(2):
                 engine.execute(figure)
         metadata = {"Date": None} if kind == "svg" else None
-        figure.savefig(buffer, format=kind, dpi=160, metadata=metadata, transparent=transparent)
+        figure.savefig(buffer, format=kind, dpi=dpi, metadata=metadata, transparent=transparent)
     return buffer.getvalue()
 
 

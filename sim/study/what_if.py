@@ -350,9 +350,8 @@ class WhatIf:
 
     def plot(self) -> Figure:
         """The answers with their ranges, the first also at other acceptance where that is known; systems' rollouts."""
-        from matplotlib.figure import Figure
 
-        from tltlab.charts import bars
+        from tltlab.charts import Chart, bars
 
         drawn = {f"rollout, {answer.drafter}": (answer.band.estimate, answer.band) for answer in self.answers}
         if (whole := self.best.rl_step_band) is not None:
@@ -365,7 +364,7 @@ class WhatIf:
         )
         # The systems' bars have room for their names, which are 9 points high.
         heights = 0.8 + 0.22 * len(speed_ups), 0.8 + 0.22 * len(self.systems)
-        figure = Figure(figsize=(7.2, sum(heights) + 0.4), layout="constrained")
+        figure = Chart(figsize=(7.2, sum(heights) + 0.4), layout="constrained")
         top, below = figure.subplots(2, 1, height_ratios=heights)
         bars(list(speed_ups), list(speed_ups.values()), low, high, xlabel="speed-up, with its 90 % range",
              reference=1.0, axes=top, title=f"With speculation: {self.setting} (simulated)")  # fmt: skip

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from tltlab.charts import finish, save_figure
+from tltlab.charts import Chart, finish, save_figure
 from tltlab.errors import TraceError
 from tltlab.files import write_file
 from tltlab.importers.sources import read
@@ -164,7 +164,7 @@ def timeline(
     for _, segments in drawn:
         num_lanes = segments["lane"].nunique()
         heights += [max(0.5, num_lanes * float(np.clip(3.2 / num_lanes, 0.09, 0.32))), 1.0]
-    figure = Figure(figsize=(10.0, sum(heights) + 0.5 * len(drawn) + 0.75), layout="constrained")
+    figure = Chart(figsize=(10.0, sum(heights) + 0.5 * len(drawn) + 0.75), layout="constrained")
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     end_s = max(float(segments["end_s"].max()) for _, segments in drawn)
     for number, (shown, segments) in enumerate(drawn):
