@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from .config import FrozenModel, entries
-from .errors import ConfigError
+from .errors import ConfigError, did_you_mean
 from .files import read_json
 
 BYTES_PER_VALUE = 2
@@ -316,5 +316,8 @@ def available_memory() -> int | None:
 def _find(name: str, values: dict[str, _Named], kind: str, fields: str) -> _Named:
     folded = {n.lower(): value for n, value in values.items()}
     if name.lower() not in folded:
-        raise ConfigError(f"unknown {kind} {name!r}: known are {', '.join(values)}; or describe it by {fields}")
+        nearest = did_you_mean(name, values)
+        raise ConfigError(
+            f"unknown {kind} {name!r}{nearest}: known are {', '.join(values)}; or describe it by {fields}"
+        )
     return folded[name.lower()]

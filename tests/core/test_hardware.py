@@ -21,7 +21,8 @@ from tltlab.hardware import (
 @pytest.mark.parametrize(
     ("name", "billions", "kv_bytes"),
     [("Qwen2.5-7B", 7.07, 57_344), ("Qwen2.5-32B", 31.98, 262_144), ("Qwen3-32B", 31.98, 262_144),
-     ("Llama-3.3-70B", 69.50, 327_680), ("Llama-3.1-8B", 7.50, 131_072)],
+     ("Llama-3.3-70B", 69.50, 327_680), ("Llama-3.1-8B", 7.50, 131_072), ("Qwen2.5-72B", 71.46, 327_680),
+     ("Llama-3.1-405B", 403.75, 516_096)],
 )  # fmt: skip
 def test_weight_bytes_per_step_and_kv_bytes(name, billions, kv_bytes):
     shape = model(name)
@@ -91,7 +92,8 @@ GEMMA = {
 
 
 def test_latent_attention_and_experts_are_read_off_config():
-    shape = shape_of_config(DEEPSEEK, "V3")
+    shape = shape_of_config(DEEPSEEK, "DeepSeek-V3")
+    assert shape == model("deepseek-ai/DeepSeek-V3")
     assert shape.stored_params / 1e9 == pytest.approx(671, rel=0.02)
     assert shape.active_params / 1e9 == pytest.approx(37, rel=0.05)
     assert shape.layer_kv_values == 576
@@ -129,7 +131,9 @@ OWN_MODEL = {"name": "mine", "hidden": 8, "intermediate": 8, "layers": 1, "head_
     ("make", "facts"),
     [
         (lambda: gpu("H900"), ("H900", "H100", "H200", "A100")),
+        (lambda: gpu("h1000"), ("h1000", "did you mean 'H100'")),
         (lambda: model("gpt-2"), ("gpt-2", "Qwen2.5-7B")),
+        (lambda: model("Llama-405B"), ("did you mean 'Llama-3.1-405B'",)),
         (lambda: kv_capacity_tokens(gpu("H100"), model("Llama-3.3-70B"), 1), ("Llama-3.3-70B", 131, "GiB", "H100", 68)),
         (lambda: kv_capacity_tokens(gpu("H100"), model("Qwen2.5-7B"), 0), ("memory_fraction",)),
         (lambda: kv_capacity_tokens(gpu("H100"), model("Qwen2.5-7B"), 1, 0.0), ("memory_fraction",)),

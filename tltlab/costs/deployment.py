@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tltlab.errors import ConfigError
 from tltlab.hardware import MEMORY_FRACTION, Gpu, ModelShape, kv_capacity_tokens
 from tltlab.hardware import model as find_shape
@@ -38,7 +40,7 @@ class Deployment:
         tp: int | None = None,
         tokens: int = 0,
     ) -> Deployment:
-        """Return the deployment for `gpus` such as 8xH100 and a model's name, `config.json` or its folder.
+        """Return the deployment for `gpus` such as 8xH100 or 8H100, and a model's name, `config.json` or its folder.
 
         `gpus` and `model` default to `GPUS` and `MODEL`.
 
@@ -46,10 +48,8 @@ class Deployment:
         worker that hold the weights and a request of `tokens`. Raises ConfigError for what is unknown or does not fit.
         """
         gpus = GPUS if gpus is None else gpus
-        count, times, name = gpus.partition("x")
-        if not times or not count.isdecimal() or int(count) < 1:
-            count, name = "1", gpus
-        num_gpus, device = int(count), find_gpu(name)
+        several = re.fullmatch(r"([1-9]\d*)x?(\D.*)", gpus)
+        num_gpus, device = (int(several[1]), find_gpu(several[2])) if several else (1, find_gpu(gpus))
         shape = find_model(MODEL if model is None else model)
         engine = engine or nearest_engine(device.name, shape.name, shape.weights)
         sizes = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0 and n & (n - 1) == 0]

@@ -60,7 +60,8 @@ _FAILURES: dict[str, Callable[[Any], bool]] = {
     "status": lambda cell: str(cell).lower() in REASONS["abort"],
 }
 """Kinds of fields whose cells mean that a request failed."""
-MOST_TOKENS = 2**31 - 1
+MOST_TOKENS = 2**24 - 1
+"""More than any model's context; a file that states more counts something else."""
 _OWN = {
     "epoch": "rl_step",
     "response_sizes": "response_tokens",

@@ -21,7 +21,7 @@ from tltlab.errors import TraceError
 from tltlab.records import frozen
 from tltlab.traces.trace import few
 
-from .responses import tables_of_lengths
+from .responses import MOST_TOKENS, tables_of_lengths
 from .rows import Reading
 
 STAGES = ("inference_s", "reward_s", "advantage_s", "train_s", "sync_s")
@@ -473,7 +473,7 @@ def max_entropy_lengths(
     low = 1 if least is None else least
     if num < 1 or low < 1 or (most is not None and most < low):
         raise ValueError(f"{num} lengths from {low} to {most} tokens")
-    if (longest := max(mean, low, most or 0, cap or 0)) >= 1 << 31:
+    if (longest := max(mean, low, most or 0, cap or 0)) > MOST_TOKENS:
         raise ValueError(f"no response has {longest:.3g} tokens")
     total = round(mean * num)
     end = most if cap is None else cap

@@ -206,7 +206,7 @@ def test_recorded_drafter_s_ages_show_what_training_brought(capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("gpus", "model", "tp", "workers"),
-    [("8xH100", "Qwen/Qwen2.5-7B-Instruct", 1, 8), ("8xH100", "Llama-3.3-70B", 4, 2), ("H200", "Qwen2.5-7B", 1, 1)],
+    [("8xH100", "Qwen/Qwen2.5-7B-Instruct", 1, 8), ("8H100", "Llama-3.3-70B", 4, 2), ("H200", "Qwen2.5-7B", 1, 1)],
 )
 def test_worker_has_fewest_gpus_that_hold_model(gpus, model, tp, workers):
     machine = Deployment.of(gpus, model, tokens=20_000)
