@@ -91,7 +91,7 @@ class SimulationConfig:
         Option("On --gpus: Qwen/Qwen2.5-7B or another name, or a config.json. [default: Qwen2.5-7B]"),
     ] = None
     engine: Annotated[
-        str | None, Option("On --gpus: the engine's profile. [default: measured nearest to GPUs and model]")
+        str | None, Option("On --gpus: the engine's profile. [default: vllm; the others are in the range]")
     ] = None
     tp: Annotated[int | None, Option("On --gpus: GPUs of a worker. [default: the fewest that hold it]", min=1)] = None
     acceptance: Annotated[

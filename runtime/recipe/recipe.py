@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from tltlab.config import json_or_text, leaves, whole_text
 from tltlab.costs.load import load_costs
-from tltlab.costs.profiles import find_model, nearest_engine, profile_costs
+from tltlab.costs.profiles import find_model, profile_costs
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, did_you_mean, refuse
 from tltlab.files import found_in, read_json, read_text
@@ -82,8 +82,7 @@ def engine_run_of(recipe: Sections) -> EngineRun:
         if cluster.gpu is None:
             raise ConfigError(f"{system.name} needs the cost of a pass on a GPU: name the GPU, cluster.gpu")
         model = find_model(recipe.model)
-        engine = nearest_engine(cluster.gpu, model.name, model.weights)
-        costs = profile_costs(engine, cluster.gpu, model, recipe.rollout.tensor_parallel_size)
+        costs = profile_costs(None, cluster.gpu, model, recipe.rollout.tensor_parallel_size)
     return engine_run(system, costs, _head(recipe) or "learned")
 
 

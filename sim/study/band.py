@@ -17,7 +17,10 @@ from tltlab.acceptance.base import Acceptance, Scaled, scaled
 from tltlab.acceptance.load import DEFAULT
 from tltlab.arrays import Floats
 from tltlab.calibration.logged import LoggedDrafting
+from tltlab.costs.base import CostModel
 from tltlab.costs.evidence import interval
+from tltlab.costs.profiles import profile_costs
+from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
@@ -32,8 +35,13 @@ from tltlab.traces.trace import Trace
 from .study import Cell, Study, makespans_of
 
 LEVEL = 0.9
-Source = Literal["costs", "acceptance", "lengths"]
-WORDS: dict[Source, str] = {"costs": "cost-model error", "acceptance": "acceptance", "lengths": "response lengths"}
+Source = Literal["costs", "acceptance", "engine", "lengths"]
+WORDS: dict[Source, str] = {
+    "costs": "cost-model error",
+    "acceptance": "acceptance",
+    "engine": "choice of engine",
+    "lengths": "response lengths",
+}
 UNMEASURED, FITTED = 0.7, 0.3
 """Errors of speed-ups and of seconds, as factors less 1, where the costs state none: without data behind them, and of
 a fit (`cpu-small`: .32 on RL steps left out).
@@ -201,18 +209,32 @@ class SpeedUp:
 
 
 def at_range_ends(scenario: Scenario, errors: InputErrors) -> dict[Source, list[Scenario]]:
-    """Scenarios with costs, and with acceptance, at the lower and at the upper end of its range.
+    """Scenarios with costs, and with acceptance, at the lower and at the upper end of its range, and on other engines.
 
-    Acceptance has no scenarios where its error is unknown, or where replay fixes it.
+    Acceptance has no scenarios where its error is unknown, or where replay fixes it; engines have none where one was
+    named. The engines come last: with them plain decoding takes another time too.
     """
     model, tokens = scenario.acceptance, errors.tokens
     costs = [ScaledCosts.wrapping(scenario.costs, speculative=factor) for factor in _costs_ends(errors.speed_up)]
     ends: dict[Source, list[Scenario]] = {"costs": [replace(scenario, costs=c) for c in costs], "acceptance": []}
+    ends["engine"] = [replace(scenario, costs=c) for c in on_other_engines(scenario.costs)]
     if model is not None and tokens and model.varies_by != "position":
         ends["acceptance"] = [
             _with_tokens(scenario, model, {name: pair[end] for name, pair in tokens.items()}) for end in (0, 1)
         ]
     return ends
+
+
+def on_other_engines(costs: CostModel) -> list[CostModel]:
+    """Costs of the same GPUs and model on each other engine; none where the engine was named."""
+    if isinstance(costs, ScaledCosts):
+        return [costs.model_copy(update={"of": other}) for other in on_other_engines(costs.of)]
+    if not isinstance(costs, RooflineCosts) or costs.evidence is None:
+        return []
+    return [
+        profile_costs(name, costs.gpu, costs.model, costs.tp, weights=costs.weights, kv=costs.kv)
+        for name in costs.evidence.other_engines
+    ]
 
 
 def bands(
@@ -238,13 +260,14 @@ def bands(
     used, none = policy(scenario), load_policy("none")
     ends = [end for ends in moved.values() for end in ends]
     runs = [(end, policy(end)) for end in ends] + [(draw, used) for draw in drawn]
-    runs += [(end, baseline) for end in ends if baseline is not None] + [(draw, baseline or none) for draw in drawn]
+    # The ends of costs and acceptance are those of speculation: plain decoding takes what it took.
+    kept = 0 if baseline is not None else len(ends) - len(moved["engine"])
+    runs += [(end, baseline or none) for end in [*ends[kept:], *drawn]]
     cells = [Cell(name=str(at), policy=each, scenario=run) for at, (run, each) in enumerate(runs)]
     rows = Study(cells=cells, details=False, jobs=jobs).table()
     found = list(makespans_of(rows).values()) if runs else []
     drafting_s, plain_s = found[: len(ends) + len(drawn)], found[len(ends) + len(drawn) :]
-    # The ends of costs and acceptance are those of speculation: plain decoding takes what it took.
-    plain_s = plain_s if baseline is not None else [plain.rollout_s] * len(ends) + plain_s
+    plain_s = [plain.rollout_s] * kept + plain_s
     pairs = list(zip(plain_s, drafting_s, strict=True))
     tokens_of = [_tokens(draw) / np.maximum(_tokens(scenario), 1.0) for draw in drawn]
 

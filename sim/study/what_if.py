@@ -20,6 +20,7 @@ from tltlab.acceptance.load import DEFAULT, DEFAULTS, EARLIER, WITH_EPOCHS, load
 from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.calibration.acceptance import fit_kind
 from tltlab.costs.deployment import GPUS
+from tltlab.costs.profiles import profiles
 from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
 from tltlab.importers.rows import Reading
@@ -95,8 +96,8 @@ class Answer(SpeedUp):
     def condition(self) -> str:
         """The acceptance of the drafts, in words."""
         if self.accept is not None:
-            return f"if {100 * self.accept:.0f} % of drafted tokens are accepted once those before them were"
-        return f"with drafts accepted as in {' and '.join(self.acceptance.values())}"
+            return f"{100 * self.accept:.0f} % of drafted tokens accepted"
+        return f"drafts accepted as in {' and '.join(self.acceptance.values())}"
 
     def json(self) -> dict[str, Any]:
         """The keys of an answer in `tltlab what-if --json`."""
@@ -206,39 +207,51 @@ class WhatIf:
 
     @property
     def verdict(self) -> str:
-        """The answers in a few sentences."""
-        best, others = self.best, self.answers[1:]
-        head = self._head(best)
-        if self.running is not None:
-            head = f"{self.running.head}. Over plain decoding, s{head[1:]}"
-        turns = next((note.removeprefix(SEVERAL_TURNS) for note in self.notes if note.startswith(SEVERAL_TURNS)), "")
-        parts = [f"An upper bound: {turns}. {head}." if turns else f"{head}."]
-        if round(best.band.low, 2) < 1.0 and best.drafts:
-            parts.append("A slowdown is within that range.")
-        if self.with_epochs is not None:
-            parts.append(f"With earlier epochs of the same prompts to draft from {self.with_epochs:.2f}x.")
-        for other in others:
-            parts.append(f"With a trained drafter ({other.drafter}) {other.band}, {other.condition}.")
-        if (gain := best.placement_gain - 1) >= 0.005:
-            parts.append(f"Placement by expected lengths would make it {gain:.0%} faster still.")
-        if (gain := best.gather_gain - 1) >= 0.005:
-            parts.append(f"Gathering the last responses onto engines of more GPUs would make it {gain:.0%} faster.")
-        return " ".join([*parts, self.limited_by])
+        """The answer in up to three lines: the speed-up, with what it comes and its limit, and what to do next."""
+        return "\n".join(filter(None, [self._answer, self._with, self._next]))
 
-    def _head(self, best: Answer) -> str:
+    @property
+    def _answer(self) -> str:
+        best, upper = self.best, ""
+        for note in self.notes:
+            if note.startswith(SEVERAL_TURNS):
+                upper = f"An upper bound: {note.removeprefix(SEVERAL_TURNS)}. "
+        found = "Speculation would"
+        if self.running is not None:
+            found = f"{self.running.head}. Over plain decoding, speculation would"
+        if best.rollout.estimate < 1.005:
+            return f"{upper}{found} not make the rollout faster: {best.band}."
+        whole = best.rl_step_band
+        step = "" if whole is None else f", the RL step {whole.estimate:.2f}x ({whole.range_text})"
+        loses = "; a slowdown is within that range" if round(best.band.low, 2) < 1.0 and best.drafts else ""
+        return f"{upper}{found} speed up the rollout {best.band}{step}{loses}."
+
+    @property
+    def _with(self) -> str:
+        best, at = self.best, self._speed_ups()
         need = "a trained drafter" if best.trained else "drafts that need no training"
         epochs = " from earlier epochs of the same prompts" if EARLIER in "".join(best.acceptance.values()) else ""
         accepted = "as many accepted as were recorded" if self.recorded else best.condition
-        condition = f"with {need} ({best.drafter}{epochs}), {accepted}"
-        step = (
-            "" if (whole := best.rl_step_band) is None else f", the RL step {whole.estimate:.2f}x ({whole.range_text})"
-        )
-        at = self._speed_ups()
-        beside = "; ".join(f"at {100 * chance:.0f} % {at[chance]:.2f}x" for chance in (LEAST, MOST) if chance in at)
-        beside = f"; {beside}" if beside and best.drafts else ""
-        if best.rollout.estimate < 1.005:
-            return f"Speculation would not make the rollout faster {condition}: {best.band}{beside}"
-        return f"Speculation would speed up the rollout {best.band}{step} {condition}{beside}"
+        others = [f"at {100 * chance:.0f} % {at[chance]:.2f}x" for chance in (LEAST, MOST) if chance in at]
+        beside = f" ({'; '.join(others)})" if others and best.drafts else ""
+        parts = [f"With {need} ({best.drafter}{epochs}), {accepted}{beside}"]
+        if self.with_epochs is not None:
+            parts.append(f"with earlier epochs of the same prompts to draft from {self.with_epochs:.2f}x")
+        for other in self.answers[1:]:
+            found = f"{other.band.estimate:.2f}x ({other.band.range_text})"
+            parts.append(f"with a trained drafter ({other.drafter}) {found}, {other.condition}")
+        return f"{'; '.join(parts)}. {self.limited_by}"
+
+    @property
+    def _next(self) -> str:
+        gains = {
+            f"--placement {EXPECTED}": self.best.placement_gain - 1,
+            "--planner gather (the last responses on engines of more GPUs)": self.best.gather_gain - 1,
+        }
+        steps = [f"{what} makes it {gain:.0%} faster still" for what, gain in gains.items() if gain >= 0.005]
+        if self.best.drafts:
+            steps.append("--policy-out policy.json, then TLTLAB_POLICY=policy.json python train.py")
+        return f"Next: {'; '.join(steps)}" if steps else ""
 
     def _speed_ups(self, whole: bool = False) -> dict[float, float]:
         """Speed-ups of rollouts, or of whole RL steps, by acceptance."""
@@ -265,10 +278,7 @@ class WhatIf:
             )
         if self.rollout_share is not None:
             most = 1.0 / max(1.0 - self.rollout_share, 1e-9)
-            limits.append(
-                f"the rollout is {100 * self.rollout_share:.0f} % of the RL step, so that no rollout could make it "
-                f"more than {most:.1f}x as fast"
-            )
+            limits.append(f"the rollout is {100 * self.rollout_share:.0f} % of the RL step: {most:.1f}x at most")
         return f"Limited by: {'; '.join(limits or ['how many drafted tokens are accepted'])}."
 
     @property
@@ -286,6 +296,12 @@ class WhatIf:
     def assumed(self) -> list[dict[str, str | None]]:
         """Each assumption, its value, and what the answer would be at the ends of its range, where that is known."""
         rows: list[dict[str, str | None]] = []
+        evidence = self.scenario.costs.evidence
+        if evidence is not None and evidence.other_engines:
+            ends = self.best.band.of_input("engine")
+            effect = f"with {' or '.join(evidence.other_engines)} rollout {ends[0]:.2f}x to {ends[1]:.2f}x"
+            version = profiles().engines[evidence.engine].versions
+            rows.append({"what": "engine", "value": f"{evidence.engine} ({version})", "effect": effect})
         for answer in self.answers:
             for drafter, text in answer.acceptance.items():
                 if f"({DEFAULT}" in text:

@@ -91,15 +91,13 @@ def what_if(
     rows = json_rows(answer.systems)
     lines = [what_if_text(answer), "", comparison_text(answer.systems, rows, sampled=answer.is_sampled)]
     lines += [f"wrote {path}" for path in (out, policy_out) if path is not None]
-    lines += ["", answer.verdict]
     best, training = answer.best, "needs a trained drafter" if answer.best.trained else "needs no training"
     if policy_out is not None:
+        lines.append("")
         lines.append(f"{policy_out} is the table of {best.drafter}, which {training}")
         lines.append(f"next: TLTLAB_POLICY={shlex.quote(str(policy_out.absolute()))} python train.py")
         if reading == Reading() and form is None and answer.logged.share_of != "log":
             lines.append(f"  or: {_simulation(answer, config.accept, lengths, policy_out)}")
-    elif best.drafts:
-        lines.append("next: --policy-out policy.json, then TLTLAB_POLICY=policy.json python train.py")
     emit(result, as_json, "\n".join(lines))
 
 

@@ -9,7 +9,7 @@ from tltlab.hardware import MEMORY_FRACTION, Gpu, ModelShape, kv_capacity_tokens
 from tltlab.hardware import model as find_shape
 from tltlab.records import frozen
 
-from .profiles import find_gpu, find_model, listed, nearest_engine, profile_costs
+from .profiles import find_gpu, find_model, listed, profile_costs
 from .roofline import RooflineCosts
 from .stages import RooflineStages, StageCosts
 
@@ -26,7 +26,7 @@ class Deployment:
     num_gpus: int
     costs: RooflineCosts
     stages: StageCosts
-    engine: str
+    engine: str | None
     device: Gpu
     model: ModelShape
 
@@ -44,14 +44,13 @@ class Deployment:
 
         `gpus` and `model` default to `GPUS` and `MODEL`.
 
-        The engine whose profile was measured nearest to both is taken unless one is named, and the fewest GPUs per
-        worker that hold the weights and a request of `tokens`. Raises ConfigError for what is unknown or does not fit.
+        The engine is `profiles.ENGINE` unless one is named. A worker has the fewest GPUs that hold the weights and a
+        request of `tokens`. Raises ConfigError for what is unknown or does not fit.
         """
         gpus = GPUS if gpus is None else gpus
         several = re.fullmatch(r"([1-9]\d*)x?(\D.*)", gpus)
         num_gpus, device = (int(several[1]), find_gpu(several[2])) if several else (1, find_gpu(gpus))
         shape = find_model(MODEL if model is None else model)
-        engine = engine or nearest_engine(device.name, shape.name, shape.weights)
         sizes = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0 and n & (n - 1) == 0]
         if tp is not None:
             if tp < 1 or num_gpus % tp:

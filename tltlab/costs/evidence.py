@@ -60,6 +60,7 @@ class Evidence(FrozenModel):
     same GPU, model and type. `parameter` is what nine in ten do not exceed for what the measurements leave open of the
     fit's parameters, by their posterior (Laplace). Names are "all" in the latter two; names that end in ", speculating"
     are for speed-ups. `draft_depth` is the span of the nearest measurements.
+    `other_engines` are profiles that would do as well, as nobody named the engine.
     """
 
     engine: str
@@ -70,6 +71,7 @@ class Evidence(FrozenModel):
     fitted: dict[str, tuple[Error, Error]] = Field(default_factory=dict)
     parameter: dict[str, Error] = Field(default_factory=dict)
     draft_depth: tuple[float, float] | None = None
+    other_engines: tuple[str, ...] = ()
 
     @property
     def distance(self) -> Distance:

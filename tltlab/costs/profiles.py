@@ -49,6 +49,10 @@ _NO_SHAPE = re.compile(
 """Settings of experts that change no shape."""
 Factor = Annotated[float, Field(gt=0, le=10)]
 Bound = tuple[Error, Error]
+ENGINE = "vllm"
+"""The engine where none is named: the newest measured one of the kind that tltlab runs, whatever GPU and model."""
+_OLDER = re.compile(r"-[\d.]+$")
+"""Ends the name of a profile of an engine that has a newer one."""
 MEASURED = "a third of its measurements"
 LEFT_OUT = "model, GPU, engine or weights"
 """Parts left out of a fit to measure its errors, as `Profiles.errors` and `Evidence.left_out` name them."""
@@ -381,27 +385,19 @@ def profiles() -> Profiles:
         return Profiles.model_validate(read_json(Path(__file__).with_name("profiles.json")))
 
 
-def nearest_engine(gpu: str, model: str, weights: Dtype) -> str:
-    """The engine that was measured with most of GPU, model and weights, best speculating; the first of equals."""
-
-    def distance(name: str) -> tuple[int, bool]:
-        profile = profiles().engines[name]
-        missing = profile.unmeasured(gpu, model, weights)
-        return len(missing), all(m.draft_depth is None for m in profile.measured)
-
-    return min(profiles().engines, key=distance)
-
-
 def profile_costs(
-    engine: str, gpu_source: str | Gpu, model_source: str | ModelShape, tp: int = 1,
+    engine: str | None, gpu_source: str | Gpu, model_source: str | ModelShape, tp: int = 1,
     *, weights: Dtype | None = None, kv: Dtype = "bf16",
 ) -> RooflineCosts:  # fmt: skip
     """Costs of a model on `tp` GPUs under one engine, with their errors as `evidence`.
 
     `gpu_source` is a name, a JSON file of a `Gpu`; `model_source` a name, a Hugging Face `config.json` or its folder.
-    Raises ConfigError for what is not known, and where the weights do not fit.
+    Without an `engine` it is `ENGINE`, and the evidence names the others. Raises ConfigError for what is not known, and
+    where the weights do not fit.
     """
     fit = profiles()
+    others = () if engine else tuple(name for name in fit.engines if name != ENGINE and not _OLDER.search(name))
+    engine = engine or ENGINE
     if engine not in fit.engines:
         raise ConfigError(f"no engine profile {engine!r}; there are {', '.join(fit.engines)}")
     device, shape = find_gpu(gpu_source), find_model(model_source)
@@ -426,7 +422,7 @@ def profile_costs(
         kv=kv,
         draft_vocab=profile.draft_vocab,
         constants=constants,
-        evidence=fit.evidence(engine, device.name, shape, kind),
+        evidence=fit.evidence(engine, device.name, shape, kind).model_copy(update={"other_engines": others}),
         kv_capacity_tokens=kv_capacity_tokens(device, shape, tp, weights=kind, kv=kv),
         calibrated=CalibratedRange(batch=(min(b[0] for b in batches), max(b[1] for b in batches))),
         notes=(f"Engine profile {engine} ({profile.versions}).", proportional, *profile.notes, *fit.provenance),

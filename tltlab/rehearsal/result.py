@@ -20,7 +20,7 @@ from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.charts import lines, save_figure
 from tltlab.console import json_rows, made_by
 from tltlab.costs.base import CostModel
-from tltlab.costs.profiles import find_gpu, find_model, nearest_engine, profile_costs
+from tltlab.costs.profiles import find_gpu, find_model, profile_costs
 from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import write_json
@@ -198,5 +198,5 @@ def _shipped_costs(plan: RehearsalPlan) -> CostModel | None:
     for word in gpus()[0][0].split():
         with suppress(ConfigError):
             gpu, model = find_gpu(word), find_model(plan.model)
-            return profile_costs(nearest_engine(gpu.name, model.name, "bf16"), gpu, model)
+            return profile_costs(None, gpu, model)
     return None

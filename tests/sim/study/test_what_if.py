@@ -13,10 +13,13 @@ from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.costs.deployment import Deployment
+from tltlab.costs.profiles import profile_costs
 from tltlab.errors import ConfigError
+from tltlab.hardware import gpu
 from tltlab.policies.policy import load_policy
 from tltlab.sim.study.reduce import drafters_text, granted_text
 from tltlab.sim.study.what_if import what_if
+from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import rollout_s
 
 from ...traces_of_lengths import of_lengths
@@ -66,16 +69,20 @@ def test_the_verdict_has_the_figures_of_both_answers():
     own = [(at, times.rollout_s.sum()) for at, times in found.by_accept.items()]
     assert own == sorted(own, key=lambda pair: -pair[1])
     share = found.rollout_share
-    for figure in (f"{text.band}"[:-1], text.rl_step_band.range_text, f"{learned.band}", f"{100 * share:.0f} %",
-                   f"{1 / (1 - share):.1f}x", "60 % of drafted tokens"):  # fmt: skip
+    trained = f"{learned.band.estimate:.2f}x ({learned.band.range_text})"
+    for figure in (f"{text.band}"[:-1], text.rl_step_band.range_text, trained, f"{100 * share:.0f} %",
+                   f"{1 / (1 - share):.1f}x", "60 % of drafted tokens", "--policy-out"):  # fmt: skip
         assert figure in found.verdict
-    assert ("Placement by expected lengths" in found.verdict) == (text.placement_gain >= 1.005)
+    assert len(found.verdict.splitlines()) == 3
+    assert ("--placement longest_expected" in found.verdict) == (text.placement_gain >= 1.005)
     json_of = found.json()
     assert list(json_of["answers"]) == ["without_training", "with_training"]
     for answer, row in zip(found.answers, json_of["answers"].values(), strict=True):
         assert (row["drafters"], row["rollout"]) == ([answer.drafter], answer.band.ends_json())
     assert json_of["answers"]["without_training"]["rollout"] == json_of["speedup"]["rollout"]
-    assert json_of["assumed"][0]["what"] == f"acceptance of {text.drafter}"
+    engine, acceptance, *_ = json_of["assumed"]
+    assert acceptance["what"] == f"acceptance of {text.drafter}"
+    assert (engine["what"], "vllm" in engine["value"], "sglang" in engine["effect"]) == ("engine", True, True)
 
 
 def test_earlier_epochs_are_an_assumption_with_its_effect():
@@ -215,6 +222,28 @@ def test_worker_has_fewest_gpus_that_hold_model(gpus, model, tp, workers):
     assert not machine.assumed
 
 
+@pytest.mark.parametrize("model", ["Qwen2.5-7B", "Qwen3-30B-A3B", "Llama-3.1-8B"])
+@pytest.mark.parametrize("name", ["A100", "H20", "H100", "H200", "B200", "RTX4090"])
+def test_a_gpu_of_another_name_differs_by_what_was_measured_on_it(name, model):
+    """Whatever others were measured on, the engine is the same; efficiencies are those of the GPU, or typical ones."""
+    known = profile_costs(None, name, model, 4)
+    mine = profile_costs(None, gpu(name).model_copy(update={"name": "mine"}), model, 4)
+    assert known.evidence.engine == mine.evidence.engine == "vllm"
+    assert known.constants.step_s == mine.constants.step_s
+    for strategy in (NO_SPECULATION, Strategy.chain("learned", 4)):
+        seconds = [costs.iteration(strategy).seconds(8, 8e3) for costs in (known, mine)]
+        assert 0.75 < seconds[0] / seconds[1] < 1.33
+
+
+def test_a_named_engine_is_not_in_doubt():
+    found = [what_if(FRAME, gpus="2xH100", engine=engine, **FAST) for engine in (None, "vllm")]
+    assert found[0].best.rollout == found[1].best.rollout
+    low, high = found[0].best.band.effects["engine"]
+    assert low < 0 <= high
+    assert found[1].best.band.effects["engine"] == (0.0, 0.0)
+    assert found[0].best.band.low < found[1].best.band.low
+
+
 def test_unknown_costs_of_experts_are_reported():
     (said,) = Deployment.of("8xH100", "Qwen3-30B-A3B").assumed
     assert "--stages" in said
@@ -236,16 +265,15 @@ def test_the_command_answers_in_json_and_as_page(lengths, tmp_path, capsys):
     asked = ("what-if", lengths, *MACHINE, "--systems", "verl")
     code, printed, err = typed(capsys, *asked, "--out", tmp_path / "answer.html")
     assert code == 0, err
-    lines = [line for line in printed.splitlines() if line]
-    assert lines.count(lines[0]) == 2, "the verdict is first and last"
-    assert "--policy-out" in lines[-1]
     page = (tmp_path / "answer.html").read_text()
     result = json.loads(typed(capsys, *asked, "--json")[1])
+    assert printed.startswith(result["verdict"])
+    assert printed.count(result["verdict"].splitlines()[0]) == 1
     assert result["verdict"] in page
     assert all(title in page for title in ("Response lengths", "Timelines", "without speculation"))
     speed_up, band = result["speedup"], result["band"]
     assert (speed_up["rollout"]["low"], speed_up["rollout"]["high"]) == (band["low"], band["high"])
-    assert (set(band["parts"]), band["level"]) == ({"costs", "acceptance", "lengths"}, 0.9)
+    assert (set(band["parts"]), band["level"]) == ({"costs", "acceptance", "engine", "lengths"}, 0.9)
     assert sum(part["share"] for part in band["parts"].values()) == pytest.approx(1)
     for part in band["parts"].values():
         assert band["low"] <= part["low"] <= speed_up["rollout"]["mean"] <= part["high"] <= band["high"]
