@@ -45,7 +45,8 @@ def wheel(tmp_path_factory):
 
 def test_a_clean_environment_imports_the_wheel_alone(wheel, tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"tltlab/importers/frameworks.toml", "tltlab/importers/fields.toml"} <= set(names)
+    tables = "importers/frameworks", "importers/fields", "planning/systems"
+    assert {f"tltlab/{name}.toml" for name in tables} <= set(names)
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"tltlab"}
     venv.create(tmp_path / "venv", with_pip=False)

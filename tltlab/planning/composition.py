@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Literal
 
 import numpy as np
+from pydantic import ConfigDict
 
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
@@ -233,6 +234,8 @@ class System:
     (`topology` "separate"), group by group as they finish where training is `streamed`. `specs` are drafters that
     differ from an engine's own of that name.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     name: str
     title: str
