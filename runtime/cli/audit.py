@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tltlab.console import Json, emit, progress
+from tltlab.console import emit, progress
 from tltlab.errors import ConfigError
 
 from .profile import vllm_setting
@@ -38,7 +38,6 @@ def audit(
         ),
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the engine's and the policy's random numbers.")] = 0,
-    json: Json = False,
 ) -> None:
     """Sample a real engine and compare the samples with the exact distribution of its model, case by case.
 
@@ -62,7 +61,7 @@ def audit(
         seed=seed,
         progress=progress,
     )
-    emit(report, json, audit_text(report))
+    emit(report, audit_text(report))
     if not report["passed"]:
         raise typer.Exit(1)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tltlab.console import Json, emit, progress
+from tltlab.console import emit, progress
 from tltlab.options import command
 from tltlab.runtime.recipe.drafter import ExportConfig
 
@@ -35,7 +35,6 @@ def export_drafter(
     chat: Annotated[
         bool | None, typer.Option(help="Prompts go through the model's chat template; default: as in the run.")
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Write a drafter as a checkpoint that stock vLLM serves, after a check of its acceptance in stock vLLM.
 
@@ -47,7 +46,7 @@ def export_drafter(
 
     drafter = find_source(source, model, prompts, prompt_column=prompt_column, chat=chat)
     report = export(drafter, out, config, progress)
-    emit(report, as_json, _text(report))
+    emit(report, _text(report))
 
 
 def _text(report: dict[str, Any]) -> str:

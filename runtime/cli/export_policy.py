@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tltlab.console import Json, emit
+from tltlab.console import emit
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 
@@ -20,7 +20,6 @@ def export_policy(
         bool, typer.Option("--fill", help="Capture more sizes, until every batch and depth has a full graph.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="File for the settings: JSON, the arguments of vllm.LLM.")] = None,
-    as_json: Json = False,
 ) -> None:
     """Draft depths by batch size and CUDA graphs for them, as settings for vLLM 0.32.
 
@@ -49,7 +48,7 @@ def export_policy(
         "notes": [*differences(chosen, plan), *plan.notes()],
         "out": None if out is None else str(out),
     }
-    emit(report, as_json, _text(report))
+    emit(report, _text(report))
 
 
 def _text(report: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tltlab.console import Json, emit, progress, table
+from tltlab.console import emit, progress, table
 
 
 def make_model(
@@ -27,7 +27,6 @@ def make_model(
     ] = "subset-sum",
     out: Annotated[Path | None, typer.Option(help="Folder to write; default models/TASK-SIZE.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same weights on the same machine.")] = 0,
-    json: Json = False,
 ) -> None:
     """Train a small reasoning model from scratch, with prompts, a checkable answer and a long tail.
 
@@ -40,7 +39,7 @@ def make_model(
 
     out = out or Path("models") / f"{task}-{size}"
     report = make(out, size=size, task=task, seed=seed, progress=progress)
-    emit({"out": str(out), **report}, json, _text(out, report))
+    emit({"out": str(out), **report}, _text(out, report))
 
 
 def _text(out: Path, report: dict[str, Any]) -> str:

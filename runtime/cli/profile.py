@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tltlab.config import counted, faults_in, json_or_text
-from tltlab.console import Json, emit, progress, whole_numbers
+from tltlab.console import emit, progress, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.files import check_writable, write_file, write_json
 
@@ -41,7 +41,6 @@ def profile(
     vllm: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An argument of vllm.LLM.")] = None,
     iterations: Annotated[int, typer.Option(min=2, help="Iterations timed per cell, over two visits.")] = 30,
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts, dummy weights and the order.")] = 0,
-    as_json: Json = False,
 ) -> None:
     """Time a real engine over batch x draft depth x context, for `tltlab calibrate TABLE`.
 
@@ -90,7 +89,7 @@ def profile(
     beside = out.with_name(out.name + ".json")
     write_json(beside, about)
     write_table(profiled.table, out)
-    emit({"out": str(out), "about": str(beside), **about}, as_json, _text(out, about))
+    emit({"out": str(out), "about": str(beside), **about}, _text(out, about))
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:

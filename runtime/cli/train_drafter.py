@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tltlab.config import counted, faults_in
-from tltlab.console import Json, emit, progress
+from tltlab.console import emit, progress
 from tltlab.options import command
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig, TextConfig, WarmUpConfig
 
@@ -28,7 +28,6 @@ def train_drafter(
         typer.Option(help="eagle (one step), hass (three steps, the same head) or eagle3 (seven steps, another head)."),
     ] = "eagle",
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW, after 20 updates of warm-up.")] = 1e-3,
-    as_json: Json = False,
 ) -> None:
     """Warm up a drafter for a model, offline, on responses of that model; report held-out acceptance.
 
@@ -43,7 +42,7 @@ def train_drafter(
     with faults_in("train-drafter"):
         changed = {"loss": LossConfig(kind=method), "optim": OptimConfig(lr=lr), "texts": texts}
     report = train(model, data, out, config.model_copy(update=changed), progress)
-    emit(report, as_json, _text(report))
+    emit(report, _text(report))
 
 
 def _text(report: dict[str, Any]) -> str:

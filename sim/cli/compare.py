@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tltlab.charts import FORMATS, save_figure
-from tltlab.console import AllowCode, Json, emit, json_rows, made_by
+from tltlab.console import AllowCode, emit, json_rows, made_by
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import check_writable, write_file, write_json
 from tltlab.importers.sources import read
@@ -46,7 +46,6 @@ def compare(
         typer.Option(help="Write .json (for `tltlab report`), .csv, or a picture; an interrupted comparison goes on."),
     ] = None,
     allow_code: AllowCode = None,
-    as_json: Json = False,
 ) -> None:
     """Compare policies, or systems from the literature, on the same responses; lists of values make a grid.
 
@@ -86,7 +85,7 @@ def compare(
     lines += [f"costs: {evidence['says']}{more}", *([f"extrapolated: {outside}"] if outside else [])]
     lines += [] if share is None else [f"the rollout is {share:.0%} of the RL step in the log"]
     lines += [f"failed: {label}: {why}" for label, why in found.attrs["failed"].items()]
-    emit(result, as_json, "\n".join([*lines, *([] if out is None else [f"wrote {out}"])]))
+    emit(result, "\n".join([*lines, *([] if out is None else [f"wrote {out}"])]))
     if found.attrs["failed"]:
         raise RunError(f"{len(found.attrs['failed'])} cells failed: {', '.join(found.attrs['failed'])}")
     if journal is not None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tltlab.acceptance.base import Acceptance
-from tltlab.console import AllowCode, Json, emit, parse_strategy, table
+from tltlab.console import AllowCode, emit, parse_strategy, table
 from tltlab.costs.base import CostModel
 from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs, load_stages
@@ -84,7 +84,6 @@ def simulate(
         int, typer.Option(help="With --topology separate: rollouts may run on weights that many updates old.")
     ] = 0,
     allow_code: AllowCode = None,
-    as_json: Json = False,
 ) -> None:
     """Replay a trace's responses under a policy, a cost model and a placement.
 
@@ -137,7 +136,7 @@ def simulate(
     if config.spot is not None and (granted is None or granted.trained_drafter is None):
         lines.append(("", "it changes nothing here: only acceptance of kind fresh depends on training"))
     lines += [("assumed", note) for note in assumptions]
-    emit(summary, as_json, table([], lines, words=True))
+    emit(summary, table([], lines, words=True))
 
 
 def default_drafter(model: Acceptance | None, costs: CostModel | type[CostModel] | Source | None) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tltlab.console import Json, emit, made_by, progress, progress_bar
+from tltlab.console import emit, made_by, progress, progress_bar
 from tltlab.errors import ConfigError
 from tltlab.files import check_writable
 from tltlab.importers.sources import read
@@ -29,7 +29,6 @@ def tune(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the trials that an interrupted tune left in OUT.trials.")
     ] = False,
-    as_json: Json = False,
 ) -> None:
     """Find a policy for a trace in simulation, judge it on RL steps held out, and report whether it was worth it.
 
@@ -61,4 +60,4 @@ def tune(
         )
     result.policy.write(out)
     journal.unlink(missing_ok=True)
-    emit(result.json(str(out)) | {"settings": to_json(config)}, as_json, tuning_text(result, out))
+    emit(result.json(str(out)) | {"settings": to_json(config)}, tuning_text(result, out))

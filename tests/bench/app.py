@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from bench.harness import Text, changed, shown
-from tltlab.console import Json, command_group, emit, progress, whole_numbers
+from tltlab.console import command_group, emit, progress, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
 
@@ -37,7 +37,6 @@ def sim(
     rounds: Annotated[int, Option(min=2, help="Times that every case runs, in turn.")] = 7,
     configurations: Annotated[int, Option(min=0, help="Tables in the sweep over ten RL steps; 0 for none.")] = 1000,
     jobs: Annotated[int, Option(min=1, help="Processes that share the sweep.")] = 1,
-    as_json: Json = False,
 ) -> None:
     """How fast the simulator is, against an event per iteration and against a pure closed form.
 
@@ -46,7 +45,7 @@ def sim(
     from .simulator import TEXT, bench_sim
 
     progress(f"{rounds} rounds, then a sweep of {configurations} tables")
-    _tell(bench_sim(rounds, configurations, jobs), as_json, TEXT)
+    _tell(bench_sim(rounds, configurations, jobs), TEXT)
 
 
 @app.command()
@@ -60,7 +59,6 @@ def commands(
     rounds: Annotated[int, Option(min=1, help="Times that every command runs, in turn.")] = 3,
     timeout: Annotated[float, Option(min=0.01, help="Seconds after which a command is ended.")] = 300,
     out: Result = None,
-    as_json: Json = False,
 ) -> None:
     """What users wait for: seconds, processor seconds and peak memory of whole commands, and how these grow.
 
@@ -70,7 +68,7 @@ def commands(
 
     _check(out)
     chosen, inputs = ([name.strip() for name in names.split(",") if name.strip()] for names in (only, sizes))
-    _tell(bench_commands(inputs, chosen, rounds=rounds, timeout_s=timeout, progress=progress), as_json, text, out)
+    _tell(bench_commands(inputs, chosen, rounds=rounds, timeout_s=timeout, progress=progress), text, out)
 
 
 @app.command()
@@ -78,7 +76,6 @@ def accuracy(
     data: Annotated[Path, Option(help="Folder of the measurements that the cost models are held against.")],
     left_out: Annotated[bool, Option(help="Fit profiles without each model, GPU and engine; half a minute.")] = True,
     every: Annotated[bool, Option("--all", help="Every set of measurements, not a summary of one screen.")] = False,
-    as_json: Json = False,
 ) -> None:
     """Predicted against measured: cost and memory models, fitted anew, on data not used for the fit where it says so.
 
@@ -88,7 +85,7 @@ def accuracy(
 
     table, covered = rows(data, left_out=left_out), coverage(data, left_out=left_out).to_dict("records")
     text = shown({"rows": (table if every else summary(table)).to_dict("records"), "coverage": covered}, TEXT)
-    emit({"rows": table.to_dict("records"), "coverage": covered}, as_json, text)
+    emit({"rows": table.to_dict("records"), "coverage": covered}, text)
 
 
 @app.command()
@@ -115,7 +112,6 @@ def drafter(
     seed: FirstSeed = 0,
     out: Folder = None,
     fast: Annotated[bool, Option("--fast", help="A tiny model and little of everything.")] = False,
-    as_json: Json = False,
 ) -> None:
     """Drafters: those that run no network, and the adaptive one on real GRPO runs.
 
@@ -144,7 +140,7 @@ def drafter(
         measured = bench_learned(learned, sizes, model=model, out=out, seed=seed, progress=progress)
         result |= measured
         texts.append(text(measured))
-    emit(result, as_json, "\n\n".join(texts))
+    emit(result, "\n\n".join(texts))
 
 
 @app.command()
@@ -157,7 +153,6 @@ def regimes(
     jobs: Annotated[int, Option(min=1, help="Processes that share the regimes.")] = 1,
     out: Result = None,
     fast: Annotated[bool, Option("--fast", help="Two RL steps, one seed.")] = False,
-    as_json: Json = False,
 ) -> None:
     """Every policy on traces and regimes, simulated, over the best fixed strategy in hindsight; 6 minutes.
 
@@ -171,7 +166,7 @@ def regimes(
         rl_steps, seeds = min(rl_steps, 2), 1
     chosen = range(seed, seed + seeds)
     result = bench_regimes(names, traces=traces, rl_steps=rl_steps, seeds=chosen, jobs=jobs, progress=progress)
-    _tell(result, as_json, TEXT, out)
+    _tell(result, TEXT, out)
 
 
 @app.command()
@@ -183,7 +178,6 @@ def seam(
     batches: Batches = "1,8,32,128,256,512",
     iterations: Annotated[int, Option(min=20, help="Iterations of each case that are measured.")] = 200,
     cold: Annotated[bool, Option("--cold", help="Empty the processor's caches before each call.")] = False,
-    as_json: Json = False,
 ) -> None:
     """Processor time of all that is ours in an iteration of vLLM's scheduler, by policy and batch; no model runs.
 
@@ -193,7 +187,7 @@ def seam(
 
     chosen = CASES if cases is None else [case.strip() for case in cases.split(",")]
     sizes = whole_numbers("--batches", batches, least=1)
-    _tell(bench_seam(chosen, sizes, iterations=iterations, cold=cold, progress=progress), as_json, text)
+    _tell(bench_seam(chosen, sizes, iterations=iterations, cold=cold, progress=progress), text)
 
 
 @app.command("batch-size")
@@ -208,7 +202,6 @@ def batch_size(
     seed: FirstSeed = 0,
     out: Result = None,
     fast: Annotated[bool, Option("--fast", help="Three batch sizes, two rounds, a tiny model.")] = False,
-    as_json: Json = False,
 ) -> None:
     """At which batch sizes drafts pay on a real engine, and whether a policy that learns finds them (2 minutes).
 
@@ -227,7 +220,7 @@ def batch_size(
         [name.strip() for name in policies.split(",") if name.strip()], sizes, rounds=rounds, tokens=tokens,
         warm_up=20 if fast else 200, seed=seed, progress=progress,
     )  # fmt: skip
-    _tell(result, as_json, TEXT, out)
+    _tell(result, TEXT, out)
 
 
 @app.command()
@@ -239,7 +232,6 @@ def systems(
     seed: FirstSeed = 0,
     out: Folder = None,
     fast: Annotated[bool, Option("--fast", help="Few and short responses.")] = False,
-    as_json: Json = False,
 ) -> None:
     """GRPO under systems of the literature on real engines: seconds against their prediction, and rewards (16 minutes).
 
@@ -256,7 +248,7 @@ def systems(
     with folder_or_temporary(out, "tltlab-bench-") as folder:
         sizes = changed(FAST if fast else FULL, steps=steps, seeds=seeds)
         result = bench_systems(names, sizes, model=model, out=folder, seed=seed, progress=progress)
-    _tell(result, as_json, TEXT)
+    _tell(result, TEXT)
 
 
 @app.command()
@@ -272,7 +264,6 @@ def driver(
     steps: Annotated[int, Option(min=1, help="RL steps of each; the last one counts.")] = 2,
     out: Result = None,
     fast: Annotated[bool, Option("--fast", help="4 workers x 16 responses x 200 tokens, after 2.")] = False,
-    as_json: Json = False,
 ) -> None:
     """What a run's driver costs by itself: seconds and bytes of an RL step by part, against scripted engines.
 
@@ -295,7 +286,7 @@ def driver(
         workers=workers, responses=responses, tokens=tokens, group_size=group_size, ranks=ranks, policy=policy,
         reward_processes=reward_processes, rl_steps=steps,
     )  # fmt: skip
-    _tell(bench_driver(case, before, progress), as_json, text, out)
+    _tell(bench_driver(case, before, progress), text, out)
 
 
 @app.command()
@@ -312,7 +303,6 @@ def gpu(
     kv_gib: Annotated[float, Option(min=0.01, help="Size of each engine's KV cache in GiB.")] = 16,
     minutes: Annotated[float, Option(min=0.1, help="Of quick: plan what fits into so many.")] = 6,
     out: Annotated[Path | None, Option(help="File to write after each engine, as JSON.")] = None,
-    as_json: Json = False,
 ) -> None:
     """What only a GPU tells: CUDA graphs captured and run, tokens/s beside stock vLLM, weight sync, determinism.
 
@@ -331,14 +321,14 @@ def gpu(
     sizes = whole_numbers("--batches", batches, least=1)
     if part == "show" and model is not None:
         found = model / "quick.json" if model.is_dir() else model
-        _tell(read_json(found), as_json, module.show)
+        _tell(read_json(found), module.show)
         return
     if part == "quick":
         shapes = module.QUICK_SHAPES if model is None else (str(model),)
         quick = module.bench_quick(
             shapes, batches=sizes, rounds=rounds, minutes=minutes, out=out or Path("quick.json"), progress=progress
         )
-        _tell(quick, as_json, module.show)
+        _tell(quick, module.show)
         return
     if model is None:
         raise ConfigError(f"bench gpu {part}: give the MODEL's folder")
@@ -348,7 +338,7 @@ def gpu(
         part, model, batches=sizes, rounds=rounds, tokens=tokens, kv_bytes=int(kv_gib * 2**30), out=out,
         progress=progress,
     )  # fmt: skip
-    _tell(result, as_json, module.text)
+    _tell(result, module.text)
 
 
 @app.command()
@@ -364,7 +354,6 @@ def train(
     seed: FirstSeed = 0,
     out: Folder = None,
     fast: Annotated[bool, Option("--fast", help="A tiny model, little of everything, no vLLM in TRL.")] = False,
-    as_json: Json = False,
 ) -> None:
     """GRPO with `tltlab train` against TRL's GRPOTrainer: seconds per RL step, lines to write, reward (25 minutes).
 
@@ -374,7 +363,7 @@ def train(
 
     _check(out, folder=True)
     sizes = changed(FAST if fast else TrainSizes(), steps=steps, blocks=blocks)
-    _tell(bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress), as_json, TEXT)
+    _tell(bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress), TEXT)
 
 
 def _one_thread() -> None:
@@ -382,13 +371,11 @@ def _one_thread() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def _tell(
-    result: dict[str, Any], as_json: bool, text: Text | Callable[[dict[str, Any]], str], out: Path | None = None
-) -> None:
+def _tell(result: dict[str, Any], text: Text | Callable[[dict[str, Any]], str], out: Path | None = None) -> None:
     """Print the result, and write it to a file where one is named."""
     if out is not None:
         write_json(out, result)
-    emit(result, as_json, text(result) if callable(text) else shown(result, text))
+    emit(result, text(result) if callable(text) else shown(result, text))
 
 
 def _check(out: Path | None, *, folder: bool = False) -> None:

@@ -255,10 +255,10 @@ def test_impossible_simulations_are_refused(options, message):
         simulate(**{"trace": TRACE} | options)
 
 
-def test_the_command_prints_the_summary(tmp_path, capsys):
+def test_the_command_prints_the_summary(tmp_path, capsys, as_json):
     folder, out = TRACE.write(tmp_path / "trace"), tmp_path / "out"
     options = {"strategy": "4,1,5", "sd_threshold": 4, "acceptance": "geometric:0.7", "rl_steps": "1:2"}
-    command(folder, out=out, as_json=True, **options)
+    command(folder, out=out, **options)
     printed = capsys.readouterr()
     shown = json.loads(printed.out)
     expected = simulate(TRACE, fixed(threshold=4), acceptance="geometric:0.7", rl_steps=[1])
@@ -294,17 +294,16 @@ def test_the_command_refuses_bad_input(tmp_path, options, message):
         command(trace=folder, **options)
 
 
-def test_the_command_simulates_whole_rl_steps(tmp_path, capsys):
+def test_the_command_simulates_whole_rl_steps(tmp_path, capsys, as_json):
     TRACE.write(tmp_path / "t")
-    command(tmp_path / "t", costs="cpu-small", stages="cpu-small", as_json=True, out=tmp_path / "out")
+    command(tmp_path / "t", costs="cpu-small", stages="cpu-small", out=tmp_path / "out")
     whole = json.loads(capsys.readouterr().out)
     assert whole["step_s"] == pytest.approx(sum(whole["stages"].values()))
     assert whole["stages"]["rollout_s"] == pytest.approx(whole["makespan_s"])
     assert 0 < whole["rollout_share"] < 1
     steps = read(tmp_path / "out").steps
     assert (steps["train_s"] > 0).all()
-    options = {"topology": "separate", "max_staleness": 1, "as_json": True}
-    command(tmp_path / "t", costs="cpu-small", stages="cpu-small", **options)
+    command(tmp_path / "t", costs="cpu-small", stages="cpu-small", topology="separate", max_staleness=1)
     assert json.loads(capsys.readouterr().out)["step_s"] < whole["step_s"]
     with refused(ConfigError, naming=("moon",)):
         command(tmp_path / "t", costs="cpu-small", stages="cpu-small", topology="moon")

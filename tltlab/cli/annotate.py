@@ -21,7 +21,7 @@ from tltlab.calibration.annotate import (
     merged,
 )
 from tltlab.config import faults
-from tltlab.console import Json, emit, table
+from tltlab.console import emit, table
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, NETWORK, Drafters, DrafterTraits, ModelFreeSpec, OwnDrafter
 from tltlab.errors import ConfigError, InputError
 from tltlab.importers.sources import read
@@ -50,7 +50,6 @@ def annotate_trace(
     max_depth: Annotated[int, typer.Option(help="Tokens drafted at each position.")] = 16,
     out: Annotated[Path | None, typer.Option(help="Write a trace there and leave TRACE as it is.")] = None,
     model: Annotated[Path | None, typer.Option(help="eagle: the folder of the model that wrote the text.")] = None,
-    as_json: Json = False,
 ) -> None:
     """Replay recorded text under drafters and write acceptance.parquet: tokens kept of a draft at every position.
 
@@ -95,7 +94,7 @@ def annotate_trace(
         "num_positions": num_positions,
         "drafters": lengths.result(),
     }
-    emit(result, as_json, _text(result))
+    emit(result, _text(result))
 
 
 def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Annotator, DrafterTraits]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points, metadata, requires, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tltlab.console import progress, running, sigterm_as_interrupt
+from tltlab.console import JSON, progress, running, sigterm_as_interrupt
 from tltlab.errors import ConfigError, TltlabError, did_you_mean, one_line
 
 GROUP = "tltlab.commands"
@@ -97,11 +97,32 @@ def click_command(name: str) -> Any:
         target = commands[name].load()
     except ModuleNotFoundError as error:
         raise _missing_extra(error) from error
-    if isinstance(target, typer.Typer):
-        return get_command(target)
+    command = get_command(target) if isinstance(target, typer.Typer) else _command(target)
+    for each in getattr(command, "commands", {name: command}).values():
+        each.params.append(_json_option())
+    return command
+
+
+def _command(function: Callable[..., None]) -> Any:
+    import typer
+    from typer.main import get_command
+
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(context_settings={"help_option_names": ["-h", "--help"]})(target)
+    app.command(context_settings={"help_option_names": ["-h", "--help"]})(function)
     return get_command(app)
+
+
+def _json_option() -> Any:
+    """The option of every command for machines, which `console.emit` obeys."""
+    import typer
+
+    about = "Print one JSON object on standard output and nothing else there."
+
+    def asked(json: bool = typer.Option(False, JSON, help=about)) -> None: ...
+
+    (option,) = _command(asked).params
+    option.expose_value = False
+    return option
 
 
 def command_names() -> list[str]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tltlab.console import Json, emit
+from tltlab.console import emit
 from tltlab.files import sealed, write_json
 from tltlab.options import command
 from tltlab.sim.fits import CalibrateConfig, fit_all
@@ -20,7 +20,6 @@ def calibrate(
         typer.Argument(help="A recorded trace, RUN folder or training log; or a .csv or .parquet of iterations."),
     ],
     config: CalibrateConfig,
-    as_json: Json = False,
 ) -> None:
     """Fit costs, acceptance and drafter training to a trace, costs to a table; print residuals and held-out errors.
 
@@ -34,4 +33,4 @@ def calibrate(
     for name, model in fits.models().items():
         if model is not None and (path := outs[name]) is not None:
             write_json(path, sealed(model.model_dump(mode="json")))
-    emit(fits.json(outs), as_json, fits.text())
+    emit(fits.json(outs), fits.text())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tltlab.console import Json, emit, parse_strategy, table, whole_numbers
+from tltlab.console import emit, parse_strategy, table, whole_numbers
 from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -31,7 +31,6 @@ def costs(
     accept_length: Annotated[
         float | None, typer.Option(min=1, help="Tokens per request and speculative iteration, bonus token included.")
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Print ms and tokens per second of an iteration by a cost model for each batch, plain and with speculation.
 
@@ -53,7 +52,7 @@ def costs(
             }
             for profile in profiles().engines.values()
         ]
-        emit({"presets": listed, "profiles": engines}, as_json, _list(listed, engines))
+        emit({"presets": listed, "profiles": engines}, _list(listed, engines))
         return
     if (strategy is None) != (accept_length is None):
         raise ConfigError("--strategy and --accept-length go together: what is drafted, and what comes of it")
@@ -74,7 +73,7 @@ def costs(
         rows += [_row(model, each, size, context, tokens) for each, tokens in asked]
     result = _described(name, model) | {"context_tokens_per_request": context, "rows": rows}
     result |= {"evidence": None if model.evidence is None else model.evidence.to_json()}
-    emit(result | {"notes": list(model.notes)}, as_json, _table(result))
+    emit(result | {"notes": list(model.notes)}, _table(result))
 
 
 def _row(model: CostModel, strategy: Strategy, batch: int, context: int, tokens: float) -> dict[str, Any]:

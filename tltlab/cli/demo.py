@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tltlab.console import Json, emit, progress
+from tltlab.console import emit, progress
 from tltlab.errors import ConfigError
 
 
@@ -17,7 +17,6 @@ def demo(
     fast: Annotated[bool, typer.Option("--fast", help="A tiny model and few steps: 3 minutes instead of 10.")] = False,
     task: Annotated[str, typer.Option(help="The task of the model: subset-sum or gcd.")] = "subset-sum",
     seed: Annotated[int, typer.Option(help="Seed of the model, the data order and the policies.")] = 0,
-    as_json: Json = False,
 ) -> None:
     """The whole loop on this machine's CPU: train, record, calibrate, predict, pick a policy, run it, compare.
 
@@ -28,7 +27,7 @@ def demo(
 
     make_room(out)
     result = run_demo(out, FAST if fast else FULL, task=task, seed=seed)
-    emit(result, as_json, demo_text(result))
+    emit(result, demo_text(result))
 
 
 def make_room(out: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tltlab.console import Json, emit
+from tltlab.console import emit
 from tltlab.doctor.evidence import RunEvidence
 from tltlab.doctor.signatures import Diagnosis, examine
 from tltlab.errors import ConfigError
@@ -24,7 +24,6 @@ def doctor(
     run: Annotated[
         Path | None, typer.Argument(help="A RUN or trace folder, or a training log.", show_default=False)
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Find what is wrong with a run, and name the setting to change.
 
@@ -46,7 +45,7 @@ def doctor(
         "not_checked": [{"name": name, "why": why} for name, why in diagnosis.not_checked],
         "ok": not diagnosis.headline,
     }
-    emit(result, as_json, "\n".join(_lines(run, diagnosis)))
+    emit(result, "\n".join(_lines(run, diagnosis)))
 
 
 def _runs_in(folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tltlab.console import Json, emit
+from tltlab.console import emit
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import write_file
 
@@ -27,7 +27,6 @@ def new(
     model: Annotated[
         str, typer.Option(help="Of a recipe: a Hugging Face folder or id.")
     ] = "Qwen/Qwen2.5-0.5B-Instruct",
-    as_json: Json = False,
 ) -> None:
     """Write a recipe or a part of your own that runs as it stands, to be changed.
 
@@ -38,7 +37,7 @@ def new(
     paths = write(kind, name or f"my_{kind}", Path.cwd(), model=model)
     names = [str(path.relative_to(Path.cwd())) for path in paths]
     command = f"tltlab train {names[0]} --dry-run" if kind == "recipe" else f"python {names[0]}"
-    emit({"files": names, "next": command}, as_json, f"wrote {', '.join(names)}; next: {command}")
+    emit({"files": names, "next": command}, f"wrote {', '.join(names)}; next: {command}")
 
 
 def write(kind: str, name: str, folder: Path, *, model: str) -> list[Path]:

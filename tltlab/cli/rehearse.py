@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tltlab.console import AllowCode, Json, emit
+from tltlab.console import AllowCode, emit
 from tltlab.importers.sources import read
 from tltlab.options import command
 from tltlab.own import code_allowed
@@ -27,7 +27,6 @@ def rehearse(
         "rehearsal"
     ),
     allow_code: AllowCode = None,
-    as_json: Json = False,
 ) -> None:
     """Play a recorded rollout on a real engine, with a model's shape and no weights, under each policy.
 
@@ -46,4 +45,4 @@ def rehearse(
         plan = plan_of(read(trace), model, config)
         play(plan, out, minutes=minutes)
         result = judged(plan, out)
-    emit(result.json() | {"out": str(out)}, as_json, f"{result.text()}\n\nwritten to {out}")
+    emit(result.json() | {"out": str(out)}, f"{result.text()}\n\nwritten to {out}")

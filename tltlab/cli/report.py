@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tltlab.console import Json, emit
+from tltlab.console import emit
 from tltlab.files import check_writable
 from tltlab.report.write import default_out
 from tltlab.report.write import report as make
@@ -26,7 +26,6 @@ def report(
             help="Simulate a run: where its seconds go, and each RL step from the others where summary.json has none."
         ),
     ] = True,
-    as_json: Json = False,
 ) -> None:
     """Write one self-contained HTML page on a run or a comparison: pictures, tables, and how to repeat it.
 
@@ -43,4 +42,4 @@ def report(
         + [f"left out: {title}: {reason}" for title, reason in reasons.items()]
     )
     parts = [section.title for section in page.sections]
-    emit({"out": str(path), "bytes": size, "parts": parts, "left_out": reasons}, as_json, text)
+    emit({"out": str(path), "bytes": size, "parts": parts, "left_out": reasons}, text)

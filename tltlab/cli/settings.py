@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from tltlab.config import WHOLE, settings_of
-from tltlab.console import Json, emit, table
+from tltlab.console import emit, table
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.policies.policy import Policy
 
@@ -16,7 +16,6 @@ def settings(
     section: Annotated[
         str | None, typer.Argument(help="A section of recipes, such as train, or policy. [default: all of a recipe]")
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """List every setting of a recipe, or of one section, with its default, its type and what it does.
 
@@ -31,7 +30,7 @@ def settings(
     if not rows:
         nearest = did_you_mean(str(section), sections)
         raise ConfigError(f"recipes have no section {section!r}{nearest}; there are {', '.join(sections)}")
-    emit({"settings": rows}, as_json, settings_text(rows))
+    emit({"settings": rows}, settings_text(rows))
 
 
 def settings_text(rows: list[dict[str, Any]]) -> str:

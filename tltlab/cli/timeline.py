@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from tltlab.charts import FORMATS
-from tltlab.console import Json, emit
+from tltlab.console import emit
 from tltlab.errors import ConfigError
 from tltlab.files import check_writable
 from tltlab.importers.sources import read
@@ -29,7 +29,6 @@ def timeline(
         Path | None,
         typer.Option(metavar="TRACE2", help="A second trace, recorded or simulated, drawn below and aligned."),
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Draw what every worker did over time, and how many requests were running.
 
@@ -44,7 +43,7 @@ def timeline(
     else:
         chosen = step if step is not None else median_step(*traces)
         draw(*traces, rl_step=chosen, out=out)
-    emit({"out": str(out), "rl_step": chosen}, as_json, f"wrote {out} (RL step {chosen})")
+    emit({"out": str(out), "rl_step": chosen}, f"wrote {out} (RL step {chosen})")
 
 
 def _rl_step(text: str | None) -> int | Literal["all"] | None:

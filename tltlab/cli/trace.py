@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
-from tltlab.console import Json, command_group, emit, progress, table
+from tltlab.console import command_group, emit, progress, table
 from tltlab.errors import ConfigError
 from tltlab.importers.rows import Reading
 from tltlab.importers.sources import Format, imported, read
@@ -36,18 +36,18 @@ TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="A trac
 
 
 @app.command()
-def describe(trace: TraceArgument, as_json: Json = False) -> None:
+def describe(trace: TraceArgument) -> None:
     """Print what is in a trace: manifest, tables, lengths and times of each RL step, and how lengths are predicted.
 
     Example: tltlab trace describe traces/tiny
     """
     source = read(trace)
     result = describe_trace(source) | {"lengths_known": judge(source)}
-    emit(result, as_json, _describe_text(result))
+    emit(result, _describe_text(result))
 
 
 @app.command()
-def validate(trace: TraceArgument, as_json: Json = False) -> None:
+def validate(trace: TraceArgument) -> None:
     """Check a trace against the format; exit code 2 and the first fault if it breaks it.
 
     Example: tltlab trace validate traces/tiny
@@ -58,7 +58,7 @@ def validate(trace: TraceArgument, as_json: Json = False) -> None:
     text = f"valid: {_counts_text(counts)}"
     if not summed:
         text += "\nits tables have no checksums, so damage that leaves them valid would go unnoticed"
-    emit(counts | {"valid": True, "checksums": summed}, as_json, text)
+    emit(counts | {"valid": True, "checksums": summed}, text)
 
 
 @app.command()
@@ -67,7 +67,6 @@ def repair(
         Path, typer.Argument(metavar="TRACE|RUN", help="A trace that is damaged or whose recording was interrupted.")
     ],
     out: Annotated[Path | None, typer.Option(help="Write the trace there and leave PATH as it is.")] = None,
-    as_json: Json = False,
 ) -> None:
     """Finish an interrupted recording, and leave out what is damaged; a trace that is whole stays unchanged.
 
@@ -79,7 +78,7 @@ def repair(
     repaired = repair_recording(path, out)
     counts, notes = count(repaired), repaired.manifest.notes
     text = f"{repaired.path}: valid: {_counts_text(counts)}" + (f"\n{notes}" if notes else "")
-    emit(counts | {"path": str(repaired.path), "notes": notes}, as_json, text)
+    emit(counts | {"path": str(repaired.path), "notes": notes}, text)
 
 
 @app.command("import")
@@ -93,7 +92,6 @@ def import_trace(
     reading: Reading,
     form: Annotated[Format | None, typer.Option("--format", help="[default: by the content]")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Rollout workers to write into the manifest.")] = None,
-    as_json: Json = False,
 ) -> None:
     """Make a trace of rollouts, of requests, of a table of response lengths, or of a training log.
 
@@ -111,7 +109,7 @@ def import_trace(
     for note in filter(None, (trace.manifest.notes or "").split("; ")):
         progress(f"assumed: {note}")
     counts = count(trace)
-    emit(counts | {"path": str(path)}, as_json, f"wrote {path}: {_counts_text(counts)}")
+    emit(counts | {"path": str(path)}, f"wrote {path}: {_counts_text(counts)}")
 
 
 app.command("annotate")(annotate_trace)
@@ -187,7 +185,6 @@ class GenerateConfig:
 def generate(
     out: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")],
     config: GenerateConfig,
-    as_json: Json = False,
 ) -> None:
     """Draw a synthetic trace of response lengths, from a regime or fitted to a trace, and print its statistics.
 
@@ -231,7 +228,7 @@ def generate(
         "statistics": figures,
         "like": source.statistics,
     }
-    emit(result, as_json, _generated_text(result))
+    emit(result, _generated_text(result))
 
 
 def _counts_text(counts: dict[str, Any]) -> str:

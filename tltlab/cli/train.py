@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tltlab.console import AllowCode, Json, emit, progress
+from tltlab.console import AllowCode, emit, progress
 from tltlab.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ def train(
         typer.Option(help="With --dry-run: responses of this file or trace instead of each regime's."),
     ] = None,
     allow_code: AllowCode = None,
-    as_json: Json = False,
 ) -> None:
     """Train with GRPO on Ray and vLLM; every rollout is recorded in OUT/trace.
 
@@ -75,7 +74,7 @@ def train(
             start = ["--resume", str(resume)] if resume is not None else [str(recipe), "--out", str(folder)]
             command = shlex.join(["tltlab", "train", *start, *(change for change in changes if change != recipe)])
             ahead = forecast(loaded, plan, folder, command, lengths)
-            emit(plan.as_json() | {"forecast": ahead.as_json()}, as_json, f"{plan.text()}\n{ahead.text()}")
+            emit(plan.as_json() | {"forecast": ahead.as_json()}, f"{plan.text()}\n{ahead.text()}")
             return
         enough_gpus(loaded)
         from tltlab.runtime.run.grpo import train as run
@@ -94,7 +93,7 @@ def train(
     if headline := diagnose(folder).headline:
         text += f"\n{headline} See tltlab doctor {folder}."
     more = resuming(loaded, folder, replay_decisions, f"train.steps={2 * summary['grpo_steps']}")
-    emit(summary, as_json, f"{text}\nwith more RL steps: {more}")
+    emit(summary, f"{text}\nwith more RL steps: {more}")
 
 
 def resuming(recipe: Recipe, run: Path, replay: Path | None, *overrides: str) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tltlab.console import Json, emit
+from tltlab.console import emit
 from tltlab.report.server import Runs, Server
 
 
@@ -21,7 +21,6 @@ def ui(
     ] = Path("."),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of 127.0.0.1; 0 for a free one.")] = 8730,
     browser: Annotated[bool, typer.Option(help="Open the page where there is a display.")] = True,
-    as_json: Json = False,
 ) -> None:
     """Show the runs of a folder in a browser: a list, each one's page, two side by side; a live run is followed.
 
@@ -33,7 +32,7 @@ def ui(
     with Server(runs, port) as server:
         num_runs = len(runs.paths())
         result = {"url": server.url, "folder": str(folder), "runs": num_runs}
-        emit(result, as_json, f"{num_runs} runs and traces of {folder} at {server.url} (Ctrl-C ends it)")
+        emit(result, f"{num_runs} runs and traces of {folder} at {server.url} (Ctrl-C ends it)")
         sys.stdout.flush()
         if browser and (sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
             threading.Thread(target=webbrowser.open, args=[server.url], daemon=True).start()

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tltlab.calibration.api import parse_rl_steps
-from tltlab.console import AllowCode, Json, emit, progress
+from tltlab.console import AllowCode, emit, progress
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.options import Option, check, command
@@ -72,7 +72,6 @@ def verify(
     run: Annotated[Path, typer.Argument(help="A RUN folder, a recorded trace of shipped policies, or a training log.")],
     config: VerifyConfig,
     allow_code: AllowCode = None,
-    as_json: Json = False,
 ) -> None:
     """Predict every RL step of a run from the other ones, and compare with what was measured.
 
@@ -89,7 +88,7 @@ def verify(
     Example: tltlab verify demo --policies none,table,beg-mab,ngram:4@8,demo/policy.json
     """
     found = _found(run, config, tuple(allow_code or ()))
-    emit(found.json(), as_json, found.text())
+    emit(found.json(), found.text())
 
 
 def _found(run: Path, config: VerifyConfig, allowed: tuple[str, ...]) -> Errors | Decisions:

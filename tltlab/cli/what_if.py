@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tltlab.charts import FORMATS, save_figure
-from tltlab.console import Json, emit, json_rows, made_by
+from tltlab.console import emit, json_rows, made_by
 from tltlab.files import check_writable, write_file, write_json
 from tltlab.importers.rows import Reading
 from tltlab.importers.sources import Format
@@ -59,7 +59,6 @@ def what_if(
     out: Annotated[
         Path | None, typer.Option(help="Write .html (a page), .png or .svg (the picture) or .json (the result).")
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Estimate the speed-up of speculation for responses of these lengths, on which GPUs, and what limits it.
 
@@ -98,7 +97,7 @@ def what_if(
         lines.append(f"next: TLTLAB_POLICY={shlex.quote(str(policy_out.absolute()))} python train.py")
         if reading == Reading() and form is None and answer.logged.share_of != "log":
             lines.append(f"  or: {_simulation(answer, config.accept, lengths, policy_out)}")
-    emit(result, as_json, "\n".join(lines))
+    emit(result, "\n".join(lines))
 
 
 def _simulation(answer: WhatIf, accept: float | None, lengths: Path, policy: Path) -> str:

@@ -20,6 +20,7 @@ from tltlab.calibration.costs import fit_points, fit_trace
 from tltlab.calibration.cross_validation import held_out_errors
 from tltlab.calibration.iterations import checked, measured_rows, read_step_times, recorded_rows
 from tltlab.cli.calibrate import calibrate as command
+from tltlab.console import JSON, running
 from tltlab.costs import roofline, table
 from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs, load_stages
@@ -95,7 +96,9 @@ def run():
 
 
 def written(tmp_path, capsys, source, **options):
-    command(source, out=options.pop("out", tmp_path / "costs.json"), as_json=True, **options)
+    token = running.set((JSON,))
+    command(source, out=options.pop("out", tmp_path / "costs.json"), **options)
+    running.reset(token)
     return json.loads(capsys.readouterr().out)
 
 

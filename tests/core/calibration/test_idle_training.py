@@ -111,14 +111,15 @@ def test_a_run_without_training_is_refused():
             fit_spot(trace)
 
 
-def test_the_command_writes_files_that_the_simulator_reads(tmp_path, capsys):
+def test_the_command_writes_files_that_the_simulator_reads(tmp_path, capsys, as_json):
     from tltlab.sim.cli.simulate import simulate
     from tltlab.sim.config import load_spot_training
+    from tltlab.sim.fits import CalibrateConfig, fit_all
 
     source = annotated(run(steps=4))
     source.write(tmp_path / "trace")
     spot, fresh = tmp_path / "spot.json", tmp_path / "fresh.json"
-    command(tmp_path / "trace", spot_out=spot, freshness_out=fresh, as_json=True)
+    command(tmp_path / "trace", spot_out=spot, freshness_out=fresh)
     told = json.loads(capsys.readouterr().out)
     assert told["spot"]["model"] == read_json(spot)
     assert {"rl_step", "updates", "predicted_updates", "error"} <= set(told["spot"]["residuals"][0])
@@ -126,11 +127,10 @@ def test_the_command_writes_files_that_the_simulator_reads(tmp_path, capsys):
     assert (told["costs"], told["out"]) == (None, None)
     assert load_spot_training(spot) == fit_spot(read(tmp_path / "trace")).model
     assert isinstance(load_acceptance(fresh), FreshAcceptance)
-    command(tmp_path / "trace", spot_out=spot, freshness_out=fresh)
-    text = capsys.readouterr().out
+    text = fit_all(tmp_path / "trace", CalibrateConfig(spot_out=spot, freshness_out=fresh))[0].text()
     assert [fact for fact in ("samples_per_s", "age_steps") if fact not in text] == []
     files = {"acceptance": str(fresh), "spot": str(spot)}
-    simulate(tmp_path / "trace", strategy="3,1,4", costs="cpu-small", as_json=True, **files)
+    simulate(tmp_path / "trace", strategy="3,1,4", costs="cpu-small", **files)
     summary = json.loads(capsys.readouterr().out)
     assert summary["spot_training"]["updates"] > 0
     assert summary["mean_accept_length"] > 1.0

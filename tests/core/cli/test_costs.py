@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tltlab.cli.costs import costs
+from tltlab.console import JSON, running
 from tltlab.costs.load import load_costs, presets
 from tltlab.costs.profiles import profiles
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -17,11 +18,13 @@ LINEAR = {
 
 @pytest.fixture
 def asked(capsys):
-    def ask(*args, **options):
+    def ask(*args, as_json=True, **options):
+        token = running.set((JSON,) * as_json)
         costs(*args, **{"batch": "1,8", "context": 4096, "strategy": None, "drafter": "learned", "accept_length": None,
-                        "as_json": True, **options})  # fmt: skip
+                        **options})  # fmt: skip
+        running.reset(token)
         out = capsys.readouterr().out
-        return json.loads(out) if options.get("as_json", True) else out
+        return json.loads(out) if as_json else out
 
     return ask
 

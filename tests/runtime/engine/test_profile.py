@@ -140,12 +140,12 @@ def test_costs_come_of_the_table(measured, tmp_path, kind):
 
 
 @pytest.mark.engine
-def test_command_writes_table_and_what_it_is_of(engine, random_model, tmp_path, monkeypatch, capsys):
+def test_command_writes_table_and_what_it_is_of(engine, random_model, tmp_path, monkeypatch, capsys, as_json):
     # The engine of the other tests, which they still need.
     monkeypatch.setattr("tltlab.runtime.engine.profile.start_engine", lambda *args: engine)
     monkeypatch.setattr(engine, "close", lambda: None)
     out = tmp_path / "table.parquet"
-    profile(str(random_model), out, "1,2", "0,2", "16,48", drafter=None, vllm=[], iterations=4, seed=0, as_json=True)
+    profile(str(random_model), out, "1,2", "0,2", "16,48", drafter=None, vllm=[], iterations=4, seed=0)
     told = json.loads(capsys.readouterr().out)
     about = json.loads((tmp_path / "table.parquet.json").read_text())
     assert told == {"out": str(out), "about": str(out) + ".json", **about}

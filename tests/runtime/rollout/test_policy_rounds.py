@@ -13,6 +13,7 @@ import pytest
 import tltlab
 from tests.refused import refused
 from tltlab.cli.verify import verify as command
+from tltlab.console import JSON, running
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import load_policy
@@ -40,8 +41,10 @@ def session(one_ray, run):
     out = run.parent / "session"
     printed = io.StringIO()
     before, children = _contents(run), _children()
+    token = running.set((JSON,))
     with contextlib.redirect_stdout(printed):
-        command(run, policies=",".join(NAMES), repeats=2, samples=2, out=out, as_json=True)
+        command(run, policies=",".join(NAMES), repeats=2, samples=2, out=out)
+    running.reset(token)
     assert _contents(run) == before
     end = time.monotonic() + 300
     while _children() > children and time.monotonic() < end:

@@ -143,11 +143,11 @@ def test_a_staleness_bound_of_zero_is_synchronous():
             asynchronous(**wrong)
 
 
-def test_the_command_reports_staleness_and_bias(trace, tmp_path, capsys):
+def test_the_command_reports_staleness_and_bias(trace, tmp_path, capsys, as_json):
     folder = trace.write(tmp_path / "trace")
     told = []
     for staleness in (0, 2):
-        command(trace=folder, staleness=staleness, stale="drop", as_json=True)
+        command(trace=folder, staleness=staleness, stale="drop")
         told.append(json.loads(capsys.readouterr().out)["asynchronous"])
     assert told[0] is None
     assert {"length_bias", "staleness_mean", "staleness_max", "off_policy_share"} <= set(told[1])

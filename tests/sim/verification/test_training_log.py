@@ -118,9 +118,9 @@ def test_without_costs_fitted_linear_costs_predict_well(log):
         found.costs.iteration(Strategy.chain("learned", 3))
 
 
-def test_costs_of_a_log_simulate_its_rollouts(log, tmp_path, capsys):
+def test_costs_of_a_log_simulate_its_rollouts(log, tmp_path, capsys, as_json):
     out = tmp_path / "costs.json"
-    calibrate(log, out=out, log_costs=ENGINE, workers=WORKERS, stages_out=tmp_path / "stages.json", as_json=True)
+    calibrate(log, out=out, log_costs=ENGINE, workers=WORKERS, stages_out=tmp_path / "stages.json")
     told = json.loads(capsys.readouterr().out)
     assert (told["kind"], told["log"]["num_steps"]) == ("log", 24)
     train = told["stages"]["costs"]["train"]
