@@ -16,14 +16,12 @@ from .parts import from_result, repeat_blocks, versions_of
 SIMULATED = "Simulated: a prediction, not a measurement."
 DRAWS_ONLY = "Draws only: 95 % intervals over RL steps, without what costs and acceptance may be wrong by."
 _ROWS = ("rows", "systems", "candidates", "policies", "steps")
-_COLUMNS = {
-    "system": ("system", ""), "policy": ("policy", ""), "name": ("candidate", ""), "drafters": ("drafters", ""),
-    "makespan_s": ("rollout s", ".4g"), "speed_up": ("speed-up", ".2f"), "draws": ("draws only", ""),
-    "regret": ("regret", ".1%"), "fixed_regret": ("staying", ".1%"),
-    "mean_accept_length": ("accept length", ".2f"), "bubble_fraction": ("bubble", ".1%"),
-    "step_s": ("RL step s", ".4g"), "step_speed_up": ("speed-up", ".2f"), "step_draws": ("draws only", ""),
-    "lossless": ("lossless", ""), "acceptance": ("acceptance", ""),
-}  # fmt: skip
+_COLUMNS = (
+    "drafters: {drafters}; rollout s: {makespan_s:.4g}; speed-up: {speed_up:.2f}; draws only: {draws}; "
+    "regret: {regret:.1%}; staying: {fixed_regret:.1%}; accept length: {mean_accept_length:.2f}; "
+    "bubble: {bubble_fraction:.1%}; RL step s: {step_s:.4g}; speed-up: {step_speed_up:.2f}; draws only: {step_draws}; "
+    "lossless: {lossless}; acceptance: {acceptance}"
+)
 
 
 def comparison_page(result: Mapping[str, Any], path: Path, more: Sequence[Part] = ()) -> Page:
@@ -69,8 +67,8 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     for name, heading in (("speed_up", "Rollouts"), ("step_speed_up", "Whole RL steps")):
         if name == "speed_up" or any(row.get(name) is not None for row in shown):
             blocks.append(_speed_up_picture(shown, labels, name, f"speed-up over {baseline}", heading))
-    columns = {key: _COLUMNS[key]} | {axis: (axis.replace("_", " "), "") for axis in axes}
-    columns |= {name: form for name, form in _COLUMNS.items() if name not in ("system", "policy", "name", *axes)}
+    headings = {key: "candidate" if tuned else key} | {axis: axis.replace("_", " ") for axis in axes}
+    columns = "; ".join([*(f"{heading}: {{{name}}}" for name, heading in headings.items()), _COLUMNS])
     caption = (
         f"Speed-ups over {baseline} on the same responses with common random numbers. {DRAWS_ONLY} Regret: time above "
         "the clairvoyant bound; staying: above the bound where all stay on their workers."
@@ -146,8 +144,7 @@ def _band_section(speedups: Mapping[str, Mapping[str, float]], bands: Mapping[st
         for part, alone in band["parts"].items():
             between = f"{alone['low']:.2f}x to {alone['high']:.2f}x"
             rows.append({"of": name, "input": part, "alone": between, "share": alone["share"]})
-    columns = {"of": ("speed-up of", ""), "input": ("input", ""), "alone": ("its range alone", ""),
-               "share": ("share of variance", ".0%")}  # fmt: skip
+    columns = "speed-up of: {of}; input: {input}; its range alone: {alone}; share of variance: {share:.0%}"
     table = records(rows, columns, caption="Each input at the ends of its 90 % range.")
     return Section(title="Speed-up", blocks=(picture, table))
 
@@ -215,7 +212,7 @@ def _measured(result: Mapping[str, Any], path: Path) -> Page:
     ends = {"draws", "step_draws", *(f"{name}_low" for name in values), *(f"{name}_high" for name in values)}
     keys = [name for name in values if name not in ends]
     text = {name for name in keys if any(isinstance(row.get(name), str) for row in rows)}
-    columns = {name: (name.replace("_", " "), "" if name in text else ".4g") for name in keys}
+    columns = "; ".join(f"{name.replace('_', ' ')}: {{{name}{'' if name in text else ':.4g'}}}" for name in keys)
     tau, median, worst = (
         number(result.get(name), form)
         for name, form in (("kendall_tau", ".2f"), ("median_error", ".1%"), ("worst_error", ".1%"))

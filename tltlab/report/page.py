@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from pathlib import Path
@@ -24,6 +25,8 @@ POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-
 """Content security policy of the page: a browser refuses whatever is not in the file itself, and any other script."""
 _MOST_INLINE = 200_000
 """Characters of SVG that stand in the page itself."""
+_COLUMN = re.compile(r"([^;]+?): \{([^:}]+):?([^}]*)\}(?:; )?")
+"""Heading, key and number format of a table's column."""
 _CHART_IN = 8.0
 """Width in inches of the widest figure that stands beside another on a page."""
 
@@ -227,18 +230,18 @@ def number(value: Any, form: str = ".3g", suffix: str = "") -> str:
     return format(value, "" if isinstance(value, str) else form) + suffix
 
 
-def records(
-    rows: Sequence[Mapping[str, Any]],
-    columns: Mapping[str, tuple[str, str]],
-    *,
-    caption: str,
-    summary: str | None = None,
-) -> PageTable:
-    """A table of dicts. `columns` maps a key to its heading and number format ("" for text); keys that no row knows
-    are left out."""
-    keys = [key for key in columns if any(row.get(key) is not None for row in rows)]
-    at_left = frozenset({0, *(i for i, key in enumerate(keys) if not columns[key][1])})
-    cells = tuple(tuple(number(row.get(key), columns[key][1]) for key in keys) for row in rows)
+def records(rows: Sequence[Mapping[str, Any]], columns: str, *, caption: str, summary: str | None = None) -> PageTable:
+    """A table of dicts. Keys that no row knows are left out, and a key is there once.
+
+    `columns` has headings, each with its key and the format of its numbers, or none for text: "RL step: {rl_step:d};
+    policy: {policy}".
+    """
+    each = {column[1]: column for column in _COLUMN.findall(columns)}
+    known = [column for key, column in each.items() if any(row.get(key) is not None for row in rows)]
     return PageTable(
-        caption=caption, columns=tuple(columns[k][0] for k in keys), rows=cells, text_columns=at_left, summary=summary
+        caption=caption,
+        columns=tuple(heading for heading, _, _ in known),
+        rows=tuple(tuple(number(row.get(key), form) for _, key, form in known) for row in rows),
+        text_columns=frozenset({0, *(at for at, (_, _, form) in enumerate(known) if not form)}),
+        summary=summary,
     )

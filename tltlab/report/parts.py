@@ -191,7 +191,7 @@ def waterfall_part(trace: Trace, *, compute: bool) -> Sequence[Block]:
         pictures.append(Picture.of(each.plot(), alt=f"Rollouts under {name}: {alt}.", caption=caption))
     caption = "Each step is what one change adds, in this order, with costs and acceptance fitted to this run."
     rows = json_rows(whole.to_frame())
-    columns = {"name": ("step", ""), "seconds": ("s", ".3f"), "share": ("share", ".1%"), "what": ("what changes", "")}
+    columns = "step: {name}; s: {seconds:.3f}; share: {share:.1%}; what changes: {what}"
     names = tuple(whole.by_policy())
     shown = Pictures(pictures=tuple(pictures), label="policy", names=names, first=len(names) - 1)
     return [
@@ -219,11 +219,11 @@ def _predictions(verification: Mapping[str, Any], source: str) -> Sequence[Block
         [row.get("measured_s") for row in rows], [row.get("predicted_s") for row in rows],
         labels=policies, xlabel="measured, s", ylabel="predicted (simulated), s", title="Rollout time of each RL step",
     )  # fmt: skip
-    columns = {
-        "rl_step": ("RL step", "d"), "policy": ("policy", ""), "measured_s": ("measured s", ".3f"),
-        "predicted_s": ("predicted s", ".3f"), "error": ("error", "+.1%"), "step_time_ratio": ("step time", ".2f"),
-        "forecast_s": ("forecast s", ".2f"), "forecast_low_s": ("10 %", ".2f"), "forecast_high_s": ("90 %", ".2f"),
-    }  # fmt: skip
+    columns = (
+        "RL step: {rl_step:d}; policy: {policy}; measured s: {measured_s:.3f}; predicted s: {predicted_s:.3f}; "
+        "error: {error:+.1%}; step time: {step_time_ratio:.2f}; forecast s: {forecast_s:.2f}; "
+        "10 %: {forecast_low_s:.2f}; 90 %: {forecast_high_s:.2f}"
+    )
     caption = (
         "Step time: recorded iterations over those of the fit, how much slower the machine was. Forecast: from earlier "
         "RL steps alone, which knows neither lengths nor what is accepted."
@@ -480,10 +480,10 @@ def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Sequence[Block]:
         }
         for depth, row in shares_of.iterrows()
     ]
-    columns = {
-        "depth": ("draft depth", ""), "iterations": ("iterations", ",d"), "full": ("one full graph", ".1%"),
-        "piecewise": ("piecewise", ".1%"), "eager": ("no graph", ".1%"), "padding": ("padding of decoding", ".1%"),
-    }  # fmt: skip
+    columns = (
+        "draft depth: {depth}; iterations: {iterations:,d}; one full graph: {full:.1%}; piecewise: {piecewise:.1%}; "
+        "no graph: {eager:.1%}; padding of decoding: {padding:.1%}"
+    )
     caption = "Share of the time of iterations by what the target's pass ran in, as vLLM's dispatcher counted it."
     return [*blocks, records(rows, columns, caption=caption)]
 
@@ -526,24 +526,22 @@ def steps_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Sequence[Bloc
     if all(row["rollout_s"] is None for row in rows):
         raise Lacking("the trace has no times: simulate it first (tltlab simulate TRACE --out)")
     blocks = _step_pictures(rows) if len(rows) > 1 else []
-    columns = {
-        "rl_step": ("RL step", "d"), "policy": ("policy", ""), "reward": ("reward", ".3f"),
-        "num_responses": ("responses", ",d"), "num_tokens": ("tokens", ",d"), "rollout_s": ("rollout s", ".2f"),
-        "tokens_per_s": ("tokens/s", ",.0f"), "mean_accept_length": ("accept length", ".2f"),
-        "idle_fraction": ("idle", ".1%"), "tail_fraction": ("tail", ".1%"),
-        "drafter_updates": ("drafter updates", ",.0f"),
-    }  # fmt: skip
+    columns = (
+        "RL step: {rl_step:d}; policy: {policy}; reward: {reward:.3f}; responses: {num_responses:,d}; "
+        "tokens: {num_tokens:,d}; rollout s: {rollout_s:.2f}; tokens/s: {tokens_per_s:,.0f}; "
+        "accept length: {mean_accept_length:.2f}; idle: {idle_fraction:.1%}; tail: {tail_fraction:.1%}; "
+        "drafter updates: {drafter_updates:,.0f}"
+    )
     caption = (
         "Each rollout. Accept length: tokens per request and speculative iteration, the bonus token included. Idle: "
         "share of worker time without decoding or drafter training. Tail: share of the time in which fewer than 1/8 of "
         "the responses ran."
     )
     blocks.append(records(rows, columns, caption=caption))
-    stages = {
-        "rl_step": ("RL step", "d"), "rollout_s": ("rollout s", ".2f"), "inference_s": ("inference s", ".2f"),
-        "reward_s": ("reward s", ".3f"), "train_s": ("train s", ".2f"), "sync_s": ("sync s", ".3f"),
-        "drift_kl": ("policy moved, nats/token", ".2g"),
-    }  # fmt: skip
+    stages = (
+        "RL step: {rl_step:d}; rollout s: {rollout_s:.2f}; inference s: {inference_s:.2f}; reward s: {reward_s:.3f}; "
+        "train s: {train_s:.2f}; sync s: {sync_s:.3f}; policy moved, nats/token: {drift_kl:.2g}"
+    )
     if any(row[key] is not None for row in rows for key in [*_STAGES, "drift_kl"]):
         caption = "Seconds of each stage, and how far the step's update moved the policy (KL)."
         blocks.append(records(rows, stages, caption=caption, summary="Every stage, RL step by RL step"))
@@ -609,11 +607,11 @@ def off_policy_part(trace: Trace) -> Sequence[Block]:
     rows, title = json_rows(steps), "Age of the tokens trained on"
     caption = f"Updates between the policy that drew a token and the one that learns from it, mean.{note}"
     pictures = _over_steps({"updates behind": rows}, "staleness", "updates", title, caption)
-    columns = {
-        "rl_step": ("RL step", "d"), "staleness": ("updates behind, mean", ".2f"),
-        "off_policy_share": ("tokens of older policies", ".1%"), "dropped_groups": ("groups dropped so far", ".0f"),
-        "length_bias": ("length trained on / generated, so far", ".3f"),
-    }  # fmt: skip
+    columns = (
+        "RL step: {rl_step:d}; updates behind, mean: {staleness:.2f}; "
+        "tokens of older policies: {off_policy_share:.1%}; groups dropped so far: {dropped_groups:.0f}; "
+        "length trained on / generated, so far: {length_bias:.3f}"
+    )
     caption = "Of the tokens that each RL step trained on."
     return [*pictures, records(rows, columns, caption=caption, summary="RL step by RL step")]
 
