@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -14,36 +13,16 @@ from tltlab.errors import TraceError
 
 from .schema import TABLES, Manifest
 
-
-class Recording(Protocol):
-    """What a `Trace` has of one engine's recording."""
-
-    path: Path | None
-    manifest: Manifest
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    @property
-    def rl_steps(self) -> Sequence[int]: ...
-
-    @property
-    def outcomes(self) -> pd.DataFrame: ...
-
-    @property
-    def steps(self) -> pd.DataFrame | None: ...
-
-    def table(self, name: str) -> pd.DataFrame | None: ...
-
-    def num_rows(self, name: str) -> int: ...
+if TYPE_CHECKING:
+    from .trace import Trace
 
 
-def created_s(trace: Recording) -> float:
+def created_s(trace: Trace) -> float:
     """When a recording began, in seconds since 1970; 0 where that is unknown."""
     return datetime.fromisoformat(trace.manifest.created).timestamp() if trace.manifest.created else 0.0
 
 
-def times(trace: Recording) -> dict[int, tuple[float, float]]:
+def times(trace: Trace) -> dict[int, tuple[float, float]]:
     """Start and end of each RL step in seconds since 1970, for RL steps in `steps`."""
     if trace.manifest.created is None or trace.steps is None:
         return {}
@@ -54,7 +33,7 @@ def times(trace: Recording) -> dict[int, tuple[float, float]]:
     return dict(zip(steps.index.tolist(), zip(starts_s, starts_s + steps["lasted"], strict=True), strict=True))
 
 
-def overlap(one: Recording, other: Recording) -> bool:
+def overlap(one: Trace, other: Trace) -> bool:
     """Return True if both were recorded at once, by engines of the same kind."""
     same = ("model", "engine", "kind", "source")
     if any(getattr(one.manifest, name) != getattr(other.manifest, name) for name in same):
@@ -63,7 +42,7 @@ def overlap(one: Recording, other: Recording) -> bool:
     return created_s(other) <= ends[0] and created_s(one) <= ends[1]
 
 
-def merge_recordings(parts: Sequence[Recording]) -> tuple[Manifest, dict[str, pd.DataFrame]]:
+def merge_recordings(parts: Sequence[Trace]) -> tuple[Manifest, dict[str, pd.DataFrame]]:
     """One trace of what the engines of a run recorded each for itself: workers 0 to N - 1, in this order.
 
     RL steps are taken for one that have one number, or, where numbers do not go together, that overlap in time; times
@@ -119,7 +98,7 @@ _Places = dict[tuple[int, int], tuple[int, float]]
 """For a part's RL step: the RL step of the whole, and the seconds by which the part began later."""
 
 
-def _places(parts: Sequence[Recording]) -> _Places:
+def _places(parts: Sequence[Trace]) -> _Places:
     numbers = [(at, step) for at, part in enumerate(parts) for step in part.rl_steps]
     spans = {(at, step): span for at, part in enumerate(parts) for step, span in times(part).items()}
     if any(piece not in spans for piece in numbers):
@@ -143,7 +122,7 @@ def _places(parts: Sequence[Recording]) -> _Places:
     return {piece: (number, spans[piece][0] - starts[number]) for number, pieces in groups for piece in pieces}
 
 
-def _overlap_in_turn(parts: Sequence[Recording], overlaps: Sequence[Sequence[tuple[int, int]]]) -> bool:
+def _overlap_in_turn(parts: Sequence[Trace], overlaps: Sequence[Sequence[tuple[int, int]]]) -> bool:
     """Return True if RL steps of new weights begin before those of old ones end, so that time does not separate any."""
     versions = [
         {} if part.steps is None else part.steps.set_index("rl_step")["policy_version"].to_dict() for part in parts
@@ -155,7 +134,7 @@ def _overlap_in_turn(parts: Sequence[Recording], overlaps: Sequence[Sequence[tup
     )
 
 
-def _workers(parts: Sequence[Recording]) -> tuple[dict[tuple[int, int | None], int], int]:
+def _workers(parts: Sequence[Trace]) -> tuple[dict[tuple[int, int | None], int], int]:
     """The number of each part's workers in the whole, None for one that no response names, and how many there are."""
     numbers: dict[tuple[int, int | None], int] = {}
     num_workers = 0
