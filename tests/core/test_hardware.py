@@ -1,5 +1,8 @@
 """GPUs and models: what their data sheets and shapes come to, and what does not fit."""
 
+import json
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
@@ -172,42 +175,8 @@ def test_fewer_bits_leave_room_for_context():
     assert kv_capacity_tokens(device, shape, 4, weights="fp8", kv="fp8") == pytest.approx(2 * fp8, abs=16)
 
 
-COMMON = {"num_key_value_heads": 8, "head_dim": 128}
-FAMILIES = {
-    "llama4": COMMON | {
-        "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
-        "intermediate_size": 8192, "intermediate_size_mlp": 16384, "vocab_size": 202048, "num_local_experts": 16,
-        "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "attention_chunk_size": 8192,
-        "router_aux_loss_coef": 0.001,
-    },
-    "glm4_moe": COMMON | {
-        "model_type": "glm4_moe", "hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96,
-        "intermediate_size": 10944, "vocab_size": 151552, "n_routed_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
-    },
-    "hunyuan": COMMON | {
-        "model_type": "hunyuan_v1_moe", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "intermediate_size": 3072, "vocab_size": 128167, "num_experts": 64, "moe_topk": [8] * 32,
-        "moe_intermediate_size": [3072] * 32, "num_shared_expert": [1] * 32, "tie_word_embeddings": True,
-    },
-    "ernie": COMMON | {
-        "model_type": "ernie4_5_moe", "hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20,
-        "num_key_value_heads": 4, "intermediate_size": 12288, "vocab_size": 103424, "moe_num_experts": 64, "moe_k": 6,
-        "moe_intermediate_size": 1536, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
-        "moe_layer_end_index": 27, "moe_layer_interval": 1, "tie_word_embeddings": True,
-    },
-    "qwen2_moe": COMMON | {
-        "model_type": "qwen2_moe", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 151936, "num_experts": 64,
-        "num_experts_per_tok": 8, "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480,
-        "decoder_sparse_step": 1, "use_sliding_window": False,
-    },
-    "interleaved": COMMON | {
-        "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
-        "intermediate_size": 8192, "intermediate_size_mlp": 16384, "vocab_size": 202048, "num_local_experts": 128,
-        "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
-    },
-}  # fmt: skip
+FAMILIES = json.loads(Path(__file__).with_name("model_families.json").read_text())
+"""Parts of the config.json of models with experts, by family."""
 
 
 @pytest.mark.parametrize(
