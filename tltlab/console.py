@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
@@ -127,6 +127,29 @@ def table(
     if omitted and header:
         lines.append(f"(too narrow for {', '.join(header[at] for at in omitted)})")
     return "\n".join(lines)
+
+
+def table_text(
+    rows: DataFrame, columns: str, *, left: int = 2, indent: int = 0, words: bool = False, unknown: str = ""
+) -> str:
+    """Return a `table` of a frame; `columns` have headings and templates of cells, "step: {step}; error: {error:.1%}".
+
+    A cell whose number is not known is `unknown`.
+
+    >>> import pandas as pd
+    >>> print(table_text(pd.DataFrame({"step": [1], "error": [0.25]}), "step: {step}; error: {error:+.1%}"))
+    step  error
+    1     +25.0%
+    """
+    header, templates = zip(*(column.strip().split(": ", 1) for column in columns.split(";")), strict=True)
+    known = rows.astype(object).where(rows.notna(), float("nan"))
+    cells = [[_cell(template, row, unknown) for template in templates] for row in known.to_dict("records")]
+    return table(header, cells, left=left, words=words, indent=indent)
+
+
+def _cell(template: str, row: Mapping[Any, Any], unknown: str) -> str:
+    text = template.format_map(row)
+    return unknown if ":" in template and "nan" in text else text
 
 
 _SHORTEST = 24

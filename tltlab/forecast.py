@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.load import DEFAULT
-from tltlab.console import table
+from tltlab.console import table, table_text
 from tltlab.costs.evidence import LEVEL
 from tltlab.errors import ConfigError, one_line
 from tltlab.importers.sources import read
@@ -26,7 +26,6 @@ from tltlab.sim.rl_steps import Colocated, Separate, Topology
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.study import Cell
 from tltlab.sim.study.systems import on_gpus
-from tltlab.sim.verification.errors import table_text
 from tltlab.traces.trace import Trace
 
 from .records import frozen

@@ -18,6 +18,7 @@ import pandas as pd
 
 from tltlab.acceptance.base import ConstantAcceptance
 from tltlab.arrays import Flags, Floats, Ints
+from tltlab.console import table_text
 from tltlab.costs.linear import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
@@ -37,7 +38,6 @@ from tltlab.state import Choice, DrafterState, StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
-from .errors import table_text
 from .run_files import ActivePolicy, policies_in_force
 
 _PLACE = ["rl_step", "worker", "iteration"]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 
 import pandas as pd
 
-from tltlab.console import table
+from tltlab.console import table_text
 from tltlab.records import frozen
 
 
@@ -75,21 +73,3 @@ class Errors:
             with suppress(TypeError):
                 lines.append(sentence.format_map(figures))
         return "\n".join(lines)
-
-
-def table_text(rows: pd.DataFrame, columns: str, left: int = 2, indent: int = 0) -> str:
-    """Return a table for people; `columns` have names and templates of cells, and a cell without a number is empty.
-
-    >>> print(table_text(pd.DataFrame({"step": [1], "error": [0.25]}), "step: {step}; error: {error:+.1%}"))
-    step  error
-    1     +25.0%
-    """
-    header, templates = zip(*(column.strip().split(": ", 1) for column in columns.split(";")), strict=True)
-    known = rows.astype(object).where(rows.notna(), math.nan)
-    cells = [[_cell(template, row) for template in templates] for row in known.to_dict("records")]
-    return table(header, cells, left=left, indent=indent)
-
-
-def _cell(template: str, row: Mapping[Any, Any]) -> str:
-    text = template.format_map(row)
-    return "" if ":" in template and "nan" in text else text

@@ -18,7 +18,7 @@ import pandas as pd
 from tltlab.acceptance.base import ChainAcceptance
 from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.charts import lines, save_figure
-from tltlab.console import json_rows, made_by
+from tltlab.console import json_rows, made_by, table_text
 from tltlab.costs.base import CostModel
 from tltlab.costs.profiles import find_gpu, find_model, profile_costs
 from tltlab.drafters.specs import Drafters
@@ -32,7 +32,6 @@ from tltlab.runtime.rollout.played import STOCK, RehearsalPlan, played, rollout_
 from tltlab.runtime.rollout.session import SessionRecorder
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.study import Cell
-from tltlab.sim.verification.errors import table_text
 from tltlab.sim.verification.played import Agreement, judge
 from tltlab.stats import Interval, finite, interval_json, paired_ratio
 from tltlab.traces.metrics import mean_accept_length, running_requests, tail_window
