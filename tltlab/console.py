@@ -141,7 +141,7 @@ def table_text(
     step  error
     1     +25.0%
     """
-    header, templates = zip(*(column.strip().split(": ", 1) for column in columns.split(";")), strict=True)
+    header, templates = zip(*(column.strip().rsplit(": ", 1) for column in columns.split(";")), strict=True)
     known = rows.astype(object).where(rows.notna(), float("nan"))
     cells = [[_cell(template, row, unknown) for template in templates] for row in known.to_dict("records")]
     return table(header, cells, left=left, words=words, indent=indent)

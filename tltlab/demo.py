@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.calibration.api import Calibration, calibrate
-from tltlab.console import progress, table
+from tltlab.console import progress, table_text
 from tltlab.errors import RunError
 from tltlab.files import sealed, write_json
 from tltlab.policies.policy import Policy, load_policy
@@ -236,19 +235,15 @@ def demo_text(result: dict[str, Any]) -> str:
     steps = pd.DataFrame(result["steps"])
     drafter = result["drafter"]
     spread = result["verify"]["repeat_spread"]
-    rows = []
-    for name, of in steps.groupby("policy", sort=False):
-        accept = of["mean_accept_length"].mean()
-        rows.append(
-            (
-                name, len(of), f"{of['reward'].mean():.3f}", f"{of['num_tokens'].sum() / of['rollout_s'].sum():.0f}",
-                f"{of['rollout_s'].mean():.2f}", f"{of['predicted_rollout_s'].mean():.2f}",
-                f"{1.0 if math.isnan(accept) else accept:.2f}", f"{of['bubble_fraction'].mean():.1%}",
-            )
-        )  # fmt: skip
-    header = ("policy", "steps", "reward", "tokens/s", "rollout s", "predicted s", "accept len", "bubbles")
+    policies = steps.groupby("policy", sort=False)
+    rows = policies.mean(numeric_only=True).fillna({"mean_accept_length": 1.0}).assign(steps=policies.size())
+    columns = (
+        "policy: {policy}; steps: {steps}; reward: {reward:.3f}; tokens/s: {speed:.0f}; rollout s: {rollout_s:.2f}; "
+        "predicted s: {predicted_rollout_s:.2f}; accept len: {mean_accept_length:.2f}; bubbles: {bubble_fraction:.1%}"
+    )
+    rows["speed"] = rows["num_tokens"] / rows["rollout_s"]
     lines = [
-        table(header, rows),
+        table_text(rows.reset_index(), columns, left=1),
         "",
         f"held-out reward {result['reward_first']:.3f} -> {result['reward_last']:.3f} "
         f"({result['heldout_prompts']} prompts, {result['grpo_steps']} GRPO steps)",

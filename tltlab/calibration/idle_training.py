@@ -34,13 +34,11 @@ class SpotFit:
 
     def table(self) -> str:
         """Residuals for people."""
-        header = ["RL step", "periods", "train s", "updates", "by the fit", "error"]
-        rows = [
-            (row["rl_step"], row["num_periods"], f"{row['train_s']:.2f}", row["updates"],
-             f"{row['predicted_updates']:.1f}", "" if np.isnan(row["error"]) else f"{row['error']:+.1%}")
-            for row in self.residuals.to_dict("records")
-        ]  # fmt: skip
-        return console.table(header, rows, left=0)
+        columns = (
+            "RL step: {rl_step}; periods: {num_periods}; train s: {train_s:.2f}; updates: {updates}; "
+            "by the fit: {predicted_updates:.1f}; error: {error:+.1%}"
+        )
+        return console.table_text(self.residuals, columns, left=0)
 
 
 def fit_spot(trace: Trace) -> SpotFit:

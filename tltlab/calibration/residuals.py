@@ -64,22 +64,16 @@ def held_out_table(errors: pd.DataFrame) -> str:
     """Held-out errors for people."""
     if errors.empty:
         return "not cross-validated"
-    header = ["left out", "iterations", "error"]
-    columns = [errors["fold"], errors["num"], _texts(errors["mean_abs_relative_error"], "{:.1%}")]
+    columns = "left out: {fold}; iterations: {num}; error: {mean_abs_relative_error:.1%}"
     if errors["num_sums"].notna().any():
-        header += ["rollouts: error", "bias"]
-        columns += [_texts(errors["sums_mean_abs_relative_error"], "{:.1%}"), _texts(errors["sums_bias"], "{:+.2%}")]
-    return console.table(header, zip(*columns, strict=True))
-
-
-def _texts(shares: pd.Series[float], form: str) -> pd.Series[str]:
-    return shares.map(form.format).where(shares.notna(), "unknown")
+        columns += "; rollouts: error: {sums_mean_abs_relative_error:.1%}; bias: {sums_bias:+.2%}"
+    return console.table_text(errors, columns, left=1, unknown="unknown")
 
 
 def residuals_table(errors: pd.DataFrame, sums: pd.DataFrame) -> str:
     """Residuals for people."""
-    rows = [(r[0], r[1], f"{r[2]:.1%}", f"{r[3]:+.2%}") for r in errors.itertuples(index=False)]
-    lines = [console.table(["regime", "iterations", "error", "bias"], rows)]
+    columns = "regime: {regime}; iterations: {num_iterations}; error: {mean_abs_relative_error:.1%}; bias: {bias:+.2%}"
+    lines = [console.table_text(errors, columns, left=1)]
     if len(off := sums["bias"].abs()):
         lines.append(f"rollouts (RL step x worker): {len(off)}, mean |bias| {off.mean():.2%}, largest {off.max():.2%}")
     return "\n".join(lines)

@@ -60,12 +60,11 @@ class StageFit:
 
     def table(self) -> str:
         """Residuals for people."""
-        columns = ("mean_error", "median_error", "worst_error", "constant_error")
-        rows = [
-            (row["stage"], row["num_steps"], f"{row['mean_s']:.4f}", *(f"{row[column]:.1%}" for column in columns))
-            for row in self.residuals.to_dict("records")
-        ]
-        return console.table(["stage", "steps", "mean s", "error", "median", "worst", "constant"], rows)
+        columns = (
+            "stage: {stage}; steps: {num_steps}; mean s: {mean_s:.4f}; error: {mean_error:.1%}; "
+            "median: {median_error:.1%}; worst: {worst_error:.1%}; constant: {constant_error:.1%}"
+        )
+        return console.table_text(self.residuals, columns, left=1)
 
 
 def fit_stages(trace: Trace) -> StageFit:

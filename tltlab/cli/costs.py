@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tltlab.console import emit, parse_strategy, table, whole_numbers
+from tltlab.console import emit, parse_strategy, table, table_text, whole_numbers
 from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -126,6 +127,9 @@ def _on(row: dict[str, Any]) -> str:
 
 
 def _table(result: dict[str, Any]) -> str:
+    # pandas takes a while to import: --help should not wait for it.
+    from pandas import DataFrame
+
     capacity = result["kv_capacity_tokens"]
     on = f", {_on(result)}" if result["gpu"] else ""
     heading = (
@@ -134,18 +138,14 @@ def _table(result: dict[str, Any]) -> str:
     )
     rows = []
     for row in result["rows"]:
-        low, high = row["interval_ms"] or (None, None)
-        between = "" if low is None else f"{low:.2f}-{high:.2f}"
+        low, high = row["interval_ms"] or (math.nan, math.nan)
         beyond = [name.replace("_", " ") for name in row["outside"]]
         beyond += [] if row["fits_kv_cache"] else ["does not fit the KV cache"]
-        speeds = (
-            f"{row['iteration_ms']:.2f}",
-            between,
-            f"{row['tokens_per_s_per_request']:.1f}",
-            f"{row['tokens_per_s']:.0f}",
-        )
-        rows.append((row["batch"], row["strategy"], *speeds, ", ".join(beyond)))
+        rows.append({**row, "low_ms": low, "high_ms": high, "beyond": ", ".join(beyond)})
     if result["evidence"] is not None:
         heading += f"\n{result['evidence']['says']}"
-    columns = ["batch", "strategy", "ms", "90 %", "tokens/s each", "in all", "beyond what was measured"]
-    return f"{heading}\n{table(columns, rows, left=2, words=True)}"
+    columns = (
+        "batch: {batch}; strategy: {strategy}; ms: {iteration_ms:.2f}; 90 %: {low_ms:.2f}-{high_ms:.2f}; "
+        "tokens/s each: {tokens_per_s_per_request:.1f}; in all: {tokens_per_s:.0f}; beyond what was measured: {beyond}"
+    )
+    return f"{heading}\n{table_text(DataFrame(rows), columns, words=True)}"

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
-from tltlab.console import command_group, emit, progress, table
+from tltlab.console import command_group, emit, progress, table, table_text
 from tltlab.errors import ConfigError
 from tltlab.importers.rows import Reading
 from tltlab.importers.sources import Format, imported, read
@@ -242,17 +242,13 @@ def _describe_text(result: dict[str, Any]) -> str:
     said = {name: value for name, value in result["manifest"].items() if value is not None}
     fields = [(name, ", ".join(value) if isinstance(value, dict) else value) for name, value in said.items()]
     tables = ", ".join(f"{name} ({rows} rows)" for name, rows in result["tables"].items())
-    columns = {
-        "RL step": ("rl_step", "d"), "responses": ("num_responses", "d"), "tokens": ("num_tokens", "d"),
-        "cut": ("num_cut", "d"), "aborted": ("num_aborted", "d"), "p50": ("p50_tokens", ".0f"),
-        "p95": ("p95_tokens", ".0f"), "max": ("max_tokens", ".0f"), "prompt share": ("prompt_share", ".2f"),
-        "rollout s": ("rollout_s", ".2f"), "bubble": ("bubble_fraction", ".1%"), "tail": ("tail_fraction", ".1%"),
-        "accept len": ("mean_accept_length", ".2f"),
-    }  # fmt: skip
-    rows = [
-        ["-" if row[name] is None else format(row[name], form) for name, form in columns.values()]
-        for row in result["rl_steps"]
-    ]
+    columns = (
+        "RL step: {rl_step}; responses: {num_responses}; tokens: {num_tokens}; cut: {num_cut}; aborted: {num_aborted}; "
+        "p50: {p50_tokens:.0f}; p95: {p95_tokens:.0f}; max: {max_tokens:.0f}; prompt share: {prompt_share:.2f}; "
+        "rollout s: {rollout_s:.2f}; bubble: {bubble_fraction:.1%}; tail: {tail_fraction:.1%}; "
+        "accept len: {mean_accept_length:.2f}"
+    )
+    steps = table_text(pd.DataFrame(result["rl_steps"]), columns, left=0, unknown="-")
     known = [
         (name, f"{figures['coverage']:.0%}", f"{figures['median_error_tokens']:.0f}")
         for name, figures in result["lengths_known"].items()
@@ -261,7 +257,7 @@ def _describe_text(result: dict[str, Any]) -> str:
     predicted = table(
         ["lengths predicted once half have ended, by", "in the 10-90% range", "median error, tokens"], known
     )
-    return f"{described}\n\n{table(list(columns), rows, left=0)}\n\n{predicted}"
+    return f"{described}\n\n{steps}\n\n{predicted}"
 
 
 @frozen
