@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import pandas as pd
 from pydantic import BaseModel
 
+from tltlab.acceptance.base import Acceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.calibration.acceptance import KINDS as ACCEPTANCE_KINDS
 from tltlab.calibration.acceptance import AcceptanceFit, fit_kind
@@ -58,10 +59,6 @@ class CalibrateConfig:
         Path | None,
         Option("Fit drafter training on idle workers too, for simulate --spot-training.", parse=Path),
     ] = None
-    freshness_out: Annotated[
-        Path | None,
-        Option("Fit acceptance by the drafter's age and updates too, for simulate --acceptance.", parse=Path),
-    ] = None
     log_costs: LogCosts = None
     workers: LogWorkers = None
 
@@ -69,13 +66,13 @@ class CalibrateConfig:
         check(self)
         if not self.targets:
             raise ConfigError(
-                "nothing to fit: name an output, --out COSTS.json for costs, or --acceptance-out, --stages-out, "
-                "--spot-out or --freshness-out"
+                "nothing to fit: name an output, --out COSTS.json for costs, or --acceptance-out, --stages-out "
+                "or --spot-out"
             )
 
     @property
     def outs(self) -> dict[str, Path | None]:
-        names = ("out", "acceptance_out", "stages_out", "spot_out", "freshness_out")
+        names = ("out", "acceptance_out", "stages_out", "spot_out")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -119,7 +116,6 @@ def fit_all(source: Path, config: CalibrateConfig) -> tuple[Fits, dict[str, Path
         acceptance=fit_kind(trace, config.acceptance) if outs["acceptance_out"] else None,
         stages=fit_stages(trace) if outs["stages_out"] else None,
         spot=fit_spot(trace) if outs["spot_out"] else None,
-        freshness=fit_kind(trace, "fresh") if outs["freshness_out"] else None,
     )
     if fits.acceptance is not None and fits.acceptance.model is None:
         if config.out is None:
@@ -148,27 +144,25 @@ class Fits:
     acceptance: AcceptanceFit | None = None
     stages: StageFit | None = None
     spot: SpotFit | None = None
-    freshness: AcceptanceFit | None = None
 
     def models(self) -> dict[str, BaseModel | None]:
         """Return the models by output."""
         fits = (
             ("out", self.costs or self.log, "costs"), ("acceptance_out", self.acceptance, "model"),
             ("stages_out", self.stages, "costs"), ("spot_out", self.spot, "model"),
-            ("freshness_out", self.freshness, "model"),
         )  # fmt: skip
         return {name: getattr(fit, attribute, None) for name, fit, attribute in fits}
 
     @property
     def notes(self) -> list[str]:
         costs = fitted.costs.notes if (fitted := self.costs or self.log) else ()
-        fit_notes = [fit.notes for fit in (self.acceptance, self.spot, self.freshness) if fit is not None]
+        fit_notes = [fit.notes for fit in (self.acceptance, self.spot) if fit is not None]
         return list(dict.fromkeys([*costs, *(note for notes in fit_notes for note in notes)]))
 
     def json(self, outs: Mapping[str, Path | None]) -> dict[str, Any]:
         """The keys of `tltlab calibrate --json`."""
         keys = ("kind", "costs", "residuals", "sums", "cross_validation", "held_out_error", "acceptance", "stages",
-                "spot", "freshness")  # fmt: skip
+                "spot")  # fmt: skip
         data: dict[str, Any] = dict.fromkeys(keys)
         if (fit := self.costs) is not None:
             data |= {
@@ -182,7 +176,7 @@ class Fits:
         if (log := self.log) is not None:
             data |= {"kind": "log", "costs": log.costs.model_dump(mode="json", exclude={"notes"}), "log": log.json()}
         if (accepted := self.acceptance) is not None and accepted.model is not None:
-            data["acceptance"] = {"kind": accepted.model.kind}
+            data["acceptance"] = {"kind": accepted.model.kind, **_freshness(accepted.model)}
         if (stages := self.stages) is not None:
             data["stages"] = {"costs": stages.costs.model_dump(mode="json"), "held_out": _records(stages.residuals)}
         if (spot := self.spot) is not None:
@@ -190,9 +184,6 @@ class Fits:
                 "model": spot.model.model_dump(mode="json"),
                 "residuals": _records(spot.residuals),
             }
-        if (fresh := self.freshness) is not None:
-            assert isinstance(fresh.model, FreshAcceptance)
-            data["freshness"] = {"kind": fresh.model.kind} | fresh.model.freshness.model_dump(mode="json")
         return data | {"notes": self.notes} | {name: None if path is None else str(path) for name, path in outs.items()}
 
     def text(self) -> str:
@@ -208,13 +199,12 @@ class Fits:
             parts.append(self.log.text())
         if (accepted := self.acceptance) is not None and accepted.model is not None:
             parts.append(f"acceptance {accepted.model.kind}, of {', '.join(accepted.model.drafters)}")
+            if by_age := _freshness(accepted.model):
+                parts.append(_named(by_age))
         if self.stages is not None:
             parts.append(self.stages.table())
         if (spot := self.spot) is not None:
             parts += [_named({name: getattr(spot.model, name) for name in _SPOT_TERMS}), spot.table()]
-        if (fresh := self.freshness) is not None:
-            assert isinstance(fresh.model, FreshAcceptance)
-            parts.append(_named(dict(fresh.model.freshness)))
         return "\n\n".join(parts) + "".join(f"\nnote: {note}" for note in self.notes)
 
 
@@ -222,6 +212,11 @@ _SPOT_TERMS = (
     "samples_per_s", "samples_per_update", "sample_tokens", "scaling_efficiency", "start_s", "join_s",
     "checkpoint_every", "checkpoint_s", "yield_s",
 )  # fmt: skip
+
+
+def _freshness(model: Acceptance) -> dict[str, Any]:
+    """Return how acceptance depends on the drafter's age and updates; empty where it does not."""
+    return dict(model.freshness) if isinstance(model, FreshAcceptance) else {}
 
 
 def _named(values: Mapping[str, float | None], unknown: str = "never") -> str:

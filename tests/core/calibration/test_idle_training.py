@@ -119,15 +119,16 @@ def test_the_command_writes_files_that_the_simulator_reads(tmp_path, capsys, as_
     source = annotated(run(steps=4))
     source.write(tmp_path / "trace")
     spot, fresh = tmp_path / "spot.json", tmp_path / "fresh.json"
-    command(tmp_path / "trace", spot_out=spot, freshness_out=fresh)
+    fits = {"spot_out": spot, "acceptance": "fresh", "acceptance_out": fresh}
+    command(tmp_path / "trace", **fits)
     told = json.loads(capsys.readouterr().out)
     assert told["spot"]["model"] == read_json(spot)
     assert {"rl_step", "updates", "predicted_updates", "error"} <= set(told["spot"]["residuals"][0])
-    assert {"kind", "floor", "age_steps", "untrained", "updates_to_train"} == set(told["freshness"])
+    assert {"kind", "floor", "age_steps", "untrained", "updates_to_train"} == set(told["acceptance"])
     assert (told["costs"], told["out"]) == (None, None)
     assert load_spot_training(spot) == fit_spot(read(tmp_path / "trace")).model
     assert isinstance(load_acceptance(fresh), FreshAcceptance)
-    text = fit_all(tmp_path / "trace", CalibrateConfig(spot_out=spot, freshness_out=fresh))[0].text()
+    text = fit_all(tmp_path / "trace", CalibrateConfig(**fits))[0].text()
     assert [fact for fact in ("samples_per_s", "age_steps") if fact not in text] == []
     files = {"acceptance": str(fresh), "spot": str(spot)}
     simulate(tmp_path / "trace", strategy="3,1,4", costs="cpu-small", **files)
