@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import field, replace
 from itertools import combinations, groupby, product
 from pathlib import Path
@@ -29,7 +29,6 @@ from tltlab.records import frozen
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.engine.vllm import on_cpu
-from tltlab.runtime.engine.vllm.sampling import unfixed_sampling
 from tltlab.runtime.models.measure import sample
 from tltlab.stats import finite
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -98,7 +97,6 @@ def run_audit(
     vllm_args: Mapping[str, Any],
     num_samples: int,
     false_alarm_rate: float,
-    without_fix: bool,
     seed: int,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -107,8 +105,6 @@ def run_audit(
     `drafters` restricts the default cases to some of them; a `policy` replaces them.
     """
     started = time.perf_counter()
-    if without_fix and not on_cpu():
-        raise ConfigError("--without-fix: on CUDA tltlab repairs nothing in vLLM's sampler to undo")
     # Policies speculate on small batches; the shipped ones begin at 32.
     args = settings(vllm_args if policy is None else {"max_num_seqs": 32, **vllm_args})
     with tempfile.TemporaryDirectory() as folder:
@@ -136,7 +132,7 @@ def run_audit(
                 seed=seed,
                 vllm_args=plan.vllm_args,
             )
-            with closing(engine), unfixed_sampling() if without_fix else nullcontext():
+            with closing(engine):
                 audited = AuditedEngine(engine, plan.vllm_args["max_num_seqs"])
                 for row in run_plan(plan, auditor, audited):
                     rows.append(row)

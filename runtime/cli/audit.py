@@ -29,14 +29,6 @@ def audit(
     false_alarm_rate: Annotated[
         float, typer.Option(min=1e-9, max=0.5, help="Probability that a correct engine fails the whole audit.")
     ] = 1e-3,
-    without_fix: Annotated[
-        bool,
-        typer.Option(
-            "--without-fix",
-            help="Verify drafts with the CPU sampler as vLLM ships it, which reads uninitialised memory, to see "
-            "the audit fail. The contents of that memory are random.",
-        ),
-    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the engine's and the policy's random numbers.")] = 0,
 ) -> None:
     """Sample a real engine and compare the samples with the exact distribution of its model, case by case.
@@ -57,7 +49,6 @@ def audit(
         vllm_args=vllm_settings(vllm or []),
         num_samples=min(samples, 2048) if fast else samples,
         false_alarm_rate=false_alarm_rate,
-        without_fix=without_fix,
         seed=seed,
         progress=progress,
     )

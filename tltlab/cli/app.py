@@ -69,6 +69,7 @@ _GONE_OPTIONS = {
     ("compare", "--ranges"): "`tltlab what-if` has the 90 % range",
     ("compare", "--no-ranges"): "no range of ranks is made any more",
     ("tune", "--max-buckets"): "tables have four rows at most, as those of what-if",
+    ("audit", "--without-fix"): "the audit is of engines as they run",
     ("calibrate", "--freshness-out"): "--acceptance fresh --acceptance-out FILE writes the same model",
     ("make-model", "--mtp"): "models with MTP layers come from elsewhere; drafter.loss.kind = mtp trains them",
     ("timeline", "--rollout-only"): "tltlab.timeline in Python has rollout_only",

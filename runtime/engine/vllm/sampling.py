@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,16 +35,6 @@ def speculative_sampling_is_sound() -> bool:
     from vllm.v1.sample import rejection_sampler
 
     return not current_platform.is_cpu() or rejection_sampler.expand_batch_to_tokens is expand_to_tokens
-
-
-def unfixed_sampling() -> AbstractContextManager[None]:
-    """Within the block, engines of this process verify drafts as vLLM's CPU build ships, to test its detection."""
-    from vllm.v1.sample import rejection_sampler
-
-    mended = rejection_sampler.expand_batch_to_tokens
-    # A new object: `speculative_sampling_is_sound` compares identity.
-    stock = partial(getattr(mended, "stock", mended))
-    return replaced(rejection_sampler, "expand_batch_to_tokens", stock)
 
 
 def expand_to_tokens(

@@ -11,6 +11,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from tests.refused import refused
+from tests.runtime.stock_sampling import unfixed_sampling
 from tltlab.errors import ConfigError
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
 from tltlab.runtime.audit.models import EOS
@@ -28,6 +29,7 @@ from tltlab.runtime.audit.run import (
     pooled,
     ranks_check,
     rounds,
+    run_plan,
 )
 from tltlab.runtime.cli.audit import audit, vllm_settings
 from tltlab.runtime.models.measure import sample
@@ -199,7 +201,13 @@ def test_the_stock_cpu_sampler_is_not(monkeypatch):
     # A few kinds of batches show it; one request at a time and updates take longest.
     quick = [case for case in cases(["ngram"], fast=True) if case.composition in QUICK]
     monkeypatch.setattr("tltlab.runtime.audit.run.cases", lambda drafters, fast: quick)
-    code, found = run(*FAST, "--without-fix")
+
+    def unfixed(*plan):
+        with unfixed_sampling():
+            yield from run_plan(*plan)
+
+    monkeypatch.setattr("tltlab.runtime.audit.run.run_plan", unfixed)
+    code, found = run(*FAST)
     assert (code, found["passed"]) == (1, False)
     # Greedy verification reads no temperature: it is right even so.
     assert {case["verdict"] for case in found["cases"] if case["temperature"] > 0} & {"failed"}

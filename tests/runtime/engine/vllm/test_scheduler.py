@@ -15,6 +15,7 @@ import pytest
 
 from tests.fakes.drafting import Script
 from tests.refused import refused
+from tests.runtime.stock_sampling import unfixed_sampling
 from tltlab.drafters.budget import DraftBudget
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
@@ -279,7 +280,6 @@ def test_the_v2_runner_takes_no_model_free_drafts(roomy, monkeypatch):
 
 def test_without_our_plugin_or_its_mend_nothing_starts(roomy, monkeypatch):
     from tltlab.runtime.engine.vllm import scheduler
-    from tltlab.runtime.engine.vllm.sampling import unfixed_sampling
 
     with unfixed_sampling(), refused(ConfigError, naming=("speculative_config",)):
         scheduled_by("PolicyScheduler", roomy, asynchronous=False, settings={})
