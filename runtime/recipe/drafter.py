@@ -107,18 +107,13 @@ class WarmUpConfig(FiniteModel):
 class ExportConfig(FiniteModel):
     """Check of an exported drafter on `num_prompts` prompts, with responses of at most `max_response_tokens`.
 
-    Responses are greedy and at `temperature`, with drafts of `depth` tokens. `layout` is that of an EAGLE-3 head's
-    checkpoint.
+    Responses are greedy and at `temperature`, with drafts of `depth` tokens.
     """
 
     num_prompts: Annotated[Count, Option("Prompts on which acceptance is compared.", min=1)] = 10
     max_response_tokens: Annotated[int, Field(ge=2), Option("Most tokens of a response.", min=2)] = 128
     temperature: Annotated[PositiveFloat, Option("Temperature of the comparison, beside greedy.")] = 1.0
     depth: Annotated[Count, Option("Tokens of a draft.", min=1)] = 5
-    layout: Annotated[
-        Literal["speculators", "eagle"],
-        Option("Layout of an EAGLE-3 head's checkpoint: speculators', or EAGLE's and SpecForge's."),
-    ] = "speculators"
     seed: Annotated[int, Field(ge=0), Option(min=0)] = 0
 
 

@@ -71,6 +71,7 @@ _GONE_OPTIONS = {
     ("tune", "--max-buckets"): "tables have four rows at most, as those of what-if",
     ("audit", "--without-fix"): "the audit is of engines as they run",
     ("calibrate", "--freshness-out"): "--acceptance fresh --acceptance-out FILE writes the same model",
+    ("export-drafter", "--layout"): "EAGLE-3 heads are written in speculators' layout",
     ("make-model", "--mtp"): "models with MTP layers come from elsewhere; drafter.loss.kind = mtp trains them",
     ("timeline", "--rollout-only"): "tltlab.timeline in Python has rollout_only",
     ("timeline", "--title"): "tltlab.timeline in Python has a title",

@@ -116,31 +116,6 @@ def verifier_of(folder: str | Path) -> str | None:
     return None if verifier is None else str(verifier)
 
 
-def eagle_layout(config: Mapping[str, Any], weights: Tensors) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Convert an EAGLE-3 head from speculators' format to EAGLE's and SpecForge's: config and weights, for `save`.
-
-    The embedding is the target's. SGLang and EAGLE's own code support the same as vLLM, except for the aux layers and
-    norms that the first EAGLE-3 heads did not have.
-    """
-    layer: dict[str, Any] = dict(config["transformer_layer_config"])
-    rope: dict[str, Any] = layer.pop("rope_parameters", None) or {}
-    scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
-    flat = (
-        layer
-        | {
-            "architectures": ["LlamaForCausalLMEagle3" if layer["model_type"] == "llama" else "Eagle3Qwen3ForCausalLM"],
-            "draft_vocab_size": config["draft_vocab_size"],
-            "rope_theta": rope.get("rope_theta"),
-            "rope_scaling": scaled if scaled.get("rope_type", "default") != "default" else None,
-            AUX_LAYERS: config[AUX_LAYERS],
-            "eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: config[AUX_LAYERS]},
-        }
-        | {str(norm): config[norm] for norm in NORMS}
-    )
-    renamed = {name.replace("layers.0.", "midlayer."): value for name, value in weights.items()}
-    return flat, {name: value for name, value in renamed.items() if name != "embed_tokens.weight"}
-
-
 def _read_json(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text())

@@ -3,7 +3,7 @@
 A head here shares the target's embedding and LM head. The exported checkpoint has its own: `embed_tokens.weight` and,
 for an EAGLE-3 head, `lm_head.weight`. vLLM's EAGLE class has no LM head of its own and refuses a checkpoint with one,
 so an EAGLE head uses the target's. vLLM compares both with the target's and shares equal ones. EAGLE-3 heads are
-written in the format of speculators, or in EAGLE's and SpecForge's, without the embedding.
+written in the format of speculators.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from tltlab.files import read_json
 from tltlab.records import frozen
 from tltlab.runtime.drafter.heads.head import DrafterHead, Eagle3Head
 from tltlab.runtime.drafter.heads.kinds import check_fit
-from tltlab.runtime.drafter.heads.layouts import eagle_layout, load_head, verifier_of
+from tltlab.runtime.drafter.heads.layouts import load_head, verifier_of
 from tltlab.runtime.drafter.heads.target import WEIGHTS_FILE, FrozenTarget, local_folder, read_config
 from tltlab.runtime.engine.vllm.stock import StockEngine, StockRun
 from tltlab.runtime.recipe.drafter import ExportConfig, TextConfig
@@ -116,7 +116,7 @@ def export_drafter(
             )
         check_fit(head, source.head, source.target)
         frozen = FrozenTarget.from_folder(source.target)
-        write_checkpoint(head, frozen, source.target, folder, config.layout, config.depth)
+        write_checkpoint(head, frozen, source.target, folder, config.depth)
         prompts = _prompts(source, config)
         progress(f"written; starting stock vLLM on {source.target} to compare {counted(len(prompts), 'prompt')}")
         comparisons = compare(folder, head, source.target, prompts, config)
@@ -134,10 +134,8 @@ def export_drafter(
             "method": head.method,
             "depth": config.depth,
             "prompts": len(prompts),
-            "layout": "eagle" if head.method == "eagle" else config.layout,
-            "embedding": "the target's"
-            if head.method == "eagle3" and config.layout == "eagle"
-            else "in the checkpoint",
+            "layout": "eagle" if head.method == "eagle" else "speculators",
+            "embedding": "in the checkpoint",
             "lm_head": "in the checkpoint" if head.method == "eagle3" else "the target's: vLLM's class has none",
             "speculative_config": {
                 "method": head.method,
@@ -219,17 +217,10 @@ def _resolved(path: str | Path, source: Path, from_folders: Sequence[str]) -> Pa
     return next((folder / path for folder in folders if (folder / path).exists()), Path(path))
 
 
-def write_checkpoint(
-    head: DrafterHead,
-    frozen: FrozenTarget,
-    target: Path,
-    folder: Path,
-    layout: Literal["speculators", "eagle"] = "speculators",
-    depth: int = 5,
-) -> None:
+def write_checkpoint(head: DrafterHead, frozen: FrozenTarget, target: Path, folder: Path, depth: int = 5) -> None:
     """Write the head, in the target's dtype, with the parts that it shared.
 
-    In speculators' layout an EAGLE-3 head's config names its verifier and drafts of `depth` tokens, so that the
+    An EAGLE-3 head's config names its verifier and drafts of `depth` tokens, so that the
     checkpoint can be served by its folder alone (`vllm serve FOLDER`); vLLM supports no such config of an EAGLE head.
     """
     if isinstance(head, Eagle3Head):
@@ -239,9 +230,6 @@ def write_checkpoint(
     weights = load_file(folder / WEIGHTS_FILE) | {"embed_tokens.weight": frozen.embedding.contiguous()}
     if head.method == "eagle3":
         weights.setdefault("lm_head.weight", frozen.lm_head.clone())
-        if layout == "eagle":
-            config, weights = eagle_layout(read_json(folder / "config.json"), weights)
-            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
