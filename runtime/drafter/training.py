@@ -24,8 +24,8 @@ from .heads.loss import drafter_loss
 from .heads.target import FrozenTarget, Tensors
 from .sequences import TrainingSequence, pack
 
-KEEP_S = 20.0
-"""Seconds between backup copies of the state; a 7B model's head has 3 GB of it."""
+KEEP_EVERY = 100
+"""Updates between backup copies of the state; a 7B model's head has 3 GB of it."""
 MAX_BAD = 3
 """Failed updates in a row after which training restores the backup and stops."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -150,7 +150,7 @@ class HeadTraining:
     ) -> None:
         self.device = torch.device(device)
         self._cuda = self.device.type == "cuda"
-        self.temperature, self.keep_s = temperature, KEEP_S
+        self.temperature = temperature
         self.head = head.to(self.device, torch.float32)
         self.loss, self.optim = loss, optim
         self.updates = 0
@@ -198,8 +198,8 @@ class HeadTraining:
         after the current update.
 
         Where a loss or gradient of any member is not finite, no member applies the update. Where the step makes weights
-        that are not finite, all restore the last backup, `keep_s` seconds old or a little more. After three such
-        updates in a row all restore it and raise RunError. Raises GroupLost where a member is lost: nothing was
+        that are not finite, all restore the last backup, of at most `KEEP_EVERY` updates ago. After three such updates
+        in a row all restore it and raise RunError. Raises GroupLost where a member is lost: nothing was
         applied.
         """
         began = time.perf_counter()
@@ -207,8 +207,6 @@ class HeadTraining:
         message.clear()
         used = self._fill_message(sequences, leave)
         message.leave.fill_(leave())
-        # By vote, since all members must restore the same state.
-        message.keep.fill_(not self.updates or time.monotonic() - self._backup_at >= self.keep_s)
         pass_s = time.perf_counter() - began
         if group is not None:
             group.sum(message.flat)
@@ -237,7 +235,7 @@ class HeadTraining:
 
         On an H100 it took 2 to 4 s, and the rollout in which it began waited for it (traces/h100-smoke).
         """
-        before, skipped = self.state_dict(), self.skipped
+        before = self.state_dict()
         generator = torch.Generator().manual_seed(0)
         vocabulary, hidden = self.frozen.embedding.shape
         layers = len(self.head.aux_layers)
@@ -245,7 +243,6 @@ class HeadTraining:
         token_ids = torch.randint(0, vocabulary, (_WARM_UP_ROWS + 1,), generator=generator)
         made_up = TrainingSequence(key=(-1, "", 0, 0), token_ids=token_ids, hidden=states, aux=aux if layers else None)
         self.update([made_up])
-        self._bad, self.skipped = 0, skipped
         self.load_state_dict(before)
 
     def predict(self, sequences: Sequence[TrainingSequence], head: DrafterHead | None = None) -> Acceptance:
@@ -337,7 +334,7 @@ class HeadTraining:
 
     def _apply(self, norm: float) -> bool:
         """Clip and step; where the step makes weights that are not finite restore the backup and return False."""
-        if bool(self._message.keep > 0):
+        if self.updates % KEEP_EVERY == 0:
             self._save_backup()
         self._message.gradient.mul_(min(1.0, self.optim.max_grad_norm / (norm + 1e-6)))
         warm = min(1.0, (self.updates + 1) / max(1, self.optim.warmup))
@@ -367,7 +364,6 @@ class HeadTraining:
     def _save_backup(self) -> None:
         for name, value in self.live_state().items():
             self._backup[name].copy_(value)
-        self._backup_at = time.monotonic()
 
     def _restore_backup(self) -> None:
         bad, skipped = self._bad, self.skipped
@@ -411,9 +407,9 @@ class _Message:
 
     def __init__(self, params: Sequence[torch.nn.Parameter], device: torch.device) -> None:
         size = sum(value.numel() for value in params)
-        self.flat = torch.zeros(size + 5, device=device)
+        self.flat = torch.zeros(size + 4, device=device)
         self.gradient, single = self.flat[:size], self.flat[size:]
-        self.loss, self.tokens, self.bad, self.leave, self.keep = single.unbind()
+        self.loss, self.tokens, self.bad, self.leave = single.unbind()
         begin = 0
         for value in params:
             value.grad = self.gradient[begin : begin + value.numel()].view_as(value)

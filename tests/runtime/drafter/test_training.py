@@ -1,6 +1,5 @@
 """One optimizer step on a drafter: what it does, and what it never does."""
 
-import math
 import threading
 from dataclasses import replace
 from functools import partial
@@ -191,14 +190,14 @@ def test_nan_at_one_member_keeps_all_from_updating(pair):
     assert [report.skipped for report in pair.update(texts, texts)] == [False, False]
 
 
-def test_bad_updates_end_with_the_last_good_drafter(tmp_path):
+def test_bad_updates_end_with_the_last_good_drafter(tmp_path, monkeypatch):
     made = training(tmp_path)
-    made.keep_s = 0.0
+    monkeypatch.setattr("tltlab.runtime.drafter.training.KEEP_EVERY", 1)
     for n in range(5):
         made.update([sequence(n)])
     good = made.state_dict()
     made.update([sequence(5)])
-    made.keep_s = math.inf
+    monkeypatch.setattr("tltlab.runtime.drafter.training.KEEP_EVERY", 1000)
     for n in range(3):
         made.update([sequence(50 + n)])
     for n in range(MAX_BAD - 1):
