@@ -184,17 +184,11 @@ class Drafting:
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
         """Continue from the result of `state_dict`, before `start`. ConfigError where it is of another kind of run."""
+        if state:
+            raise ConfigError(f"{folder} is of a run that trains a drafter, and this recipe has no [drafter]")
 
     def close(self) -> None:
         """End the trainers; safe to call at any time."""
-
-
-class NullDrafting(Drafting):
-    """A run that trains no drafter."""
-
-    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        if state:
-            raise ConfigError(f"{folder} is of a run that trains a drafter, and this recipe has no [drafter]")
 
 
 class DrafterRun(Drafting):
@@ -444,7 +438,7 @@ def drafter_of(recipe: Recipe, policy: Policy, out: Path, events: RunEvents) -> 
     """Return the drafter that a recipe trains. ConfigError where that cannot be run."""
     config = recipe.drafter
     if config is None:
-        return NullDrafting()
+        return Drafting()
     if config.checkpoint is not None:
         head = load_head(config.checkpoint, target=recipe.model)
         if head.method != config.loss.method:

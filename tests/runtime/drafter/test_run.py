@@ -39,7 +39,7 @@ from tltlab.runtime.drafter.heads.kinds import new_head
 from tltlab.runtime.drafter.heads.layouts import load_head
 from tltlab.runtime.drafter.run import (
     DrafterRun,
-    NullDrafting,
+    Drafting,
     drafter_of,
     machine_addresses,
 )
@@ -303,7 +303,7 @@ def test_a_drafter_continues_from_a_checkpoint(story, tmp_path):
         with refused(ConfigError):
             resumed.load_state_dict({}, saved)
         with refused(ConfigError, naming=("[drafter]",)):
-            NullDrafting().load_state_dict(state, saved)
+            Drafting().load_state_dict(state, saved)
         (saved / "drafter.safetensors").write_bytes(b"cut")
         with refused(ConfigError):
             resumed.load_state_dict(state, saved)

@@ -9,7 +9,7 @@ import pytest
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.data.prompts import Prompt
-from tltlab.runtime.drafter.run import NullDrafting
+from tltlab.runtime.drafter.run import Drafting
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.rollout.rewards import Scored
 from tltlab.runtime.run.checkpoints import RunCheckpoints
@@ -75,7 +75,7 @@ class Actors(Asked):
 def begun(out, policy, log, folder=None):
     checkpoints, data = RunCheckpoints(out / "checkpoints", 2), AcceptedDrafts({"order": {}, "rollouts": {}})
     events, state = RunEvents(out / "events.jsonl"), RunState()
-    found = Recovery(small_recipe(), policy, checkpoints, data, NullDrafting(), events)
+    found = Recovery(small_recipe(), policy, checkpoints, data, Drafting(), events)
     state.in_force(policy)
     return found, found.begin(Actors(log), state, folder)
 
@@ -190,7 +190,7 @@ def test_trainers_that_die_at_their_start_start_again(tmp_path):
         starts.append(True)
         raise TrainerDied("killed")
 
-    actors = RunActors(small_recipe(), PLAIN, NullDrafting(), RunEvents(tmp_path / "events.jsonl"))
+    actors = RunActors(small_recipe(), PLAIN, Drafting(), RunEvents(tmp_path / "events.jsonl"))
     actors.trainers = SimpleNamespace(handles=[], restart=die)
     for engines_failed, most in ((False, 1 + small_recipe().faults.max_restarts), (True, 1)):
         actors._given_up = engines_failed
