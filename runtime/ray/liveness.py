@@ -10,15 +10,38 @@ import select
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Self
 
 LOOK_S = 1.0
-"""Seconds between checks."""
+"""Seconds between checks of processes that may be stopped."""
+LOOK_MS = 200
+"""Milliseconds after which the end of a watch is noticed; that of a server is noticed at once."""
 
 
-class StoppedProcesses:
+class _Watch(ABC):
+    """A context manager, within which a thread runs `watch`; it ends soon after `over` is set."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self._thread = threading.Thread(target=self.watch, name=type(self).__name__, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.over.set()
+        self._thread.join(10 * LOOK_S)
+
+    @abstractmethod
+    def watch(self) -> None: ...
+
+
+class StoppedProcesses(_Watch):
     """Kills processes that have been stopped for `patience_s`, with a message; they are restarted like failed ones.
 
     `watched` gives processes of this machine by name; a context manager. A check costs a read of /proc/PID/stat each.
@@ -28,18 +51,9 @@ class StoppedProcesses:
     def __init__(
         self, watched: Callable[[], Mapping[str, int]], notify: Callable[[str], None], patience_s: float
     ) -> None:
+        super().__init__()
         self._watched, self._notify, self._patience_s = watched, notify, patience_s
         self._since: dict[tuple[str, int], float] = {}
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch for stopped processes", daemon=True)
-
-    def __enter__(self) -> StoppedProcesses:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._over.set()
-        self._thread.join(10 * LOOK_S)
 
     def look(self, now: float) -> None:
         """Check once, at a time of the caller's monotonic clock, in seconds."""
@@ -51,12 +65,12 @@ class StoppedProcesses:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    def _run(self) -> None:
-        while not self._over.wait(LOOK_S):
+    def watch(self) -> None:
+        while not self.over.wait(LOOK_S):
             self.look(time.monotonic())
 
 
-class EndedServers:
+class EndedServers(_Watch):
     """Interrupts the main thread once one of Ray's servers, `servers` by name, has ended; a context manager.
 
     Ray's next call that needs the server ends this process, with a dump instead of a reason. `ended` names the server,
@@ -64,42 +78,27 @@ class EndedServers:
     """
 
     def __init__(self, servers: Mapping[str, int]) -> None:
+        super().__init__()
         self.ended = ""
         self._servers = servers
-        self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> EndedServers:
-        with ExitStack() as stack:
-            over, self._over = os.pipe()
-            stack.callback(os.close, over)
-            names = {}
+    def watch(self) -> None:
+        ready, names = select.poll(), dict[int, str]()
+        with ExitStack() as opened:
             for name, pid in self._servers.items():
                 with suppress(OSError, AttributeError):
                     process = os.pidfd_open(pid)
-                    stack.callback(os.close, process)
+                    opened.callback(os.close, process)
+                    ready.register(process, select.POLLIN)
                     names[process] = f"{name} (process {pid})"
-            self._thread = threading.Thread(
-                target=self._run, args=(over, names, stack.pop_all()), name="watch for ended servers", daemon=True
-            )
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        os.close(self._over)
-        assert self._thread is not None
-        self._thread.join(10 * LOOK_S)
-
-    def _run(self, over: int, names: Mapping[int, str], opened: ExitStack) -> None:
-        with opened:
-            ready = select.poll()
-            for place in (over, *names):
-                ready.register(place, select.POLLIN)
-            ended = [names[place] for place, _ in ready.poll() if place in names]
+            ended: list[tuple[int, int]] = []
+            while names and not ended and not self.over.is_set():
+                ended = ready.poll(LOOK_MS)
         main = threading.main_thread().ident
         # SIGTERM cleanly ends waiting for actors (`Waiting`), where it does not end the process.
         number = next((n for n in (signal.SIGTERM, signal.SIGINT) if callable(signal.getsignal(n))), None)
         if ended and main is not None and number is not None:
-            self.ended = ended[0]
+            self.ended = names[ended[0][0]]
             signal.pthread_kill(main, number)
 
 
