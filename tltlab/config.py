@@ -237,7 +237,7 @@ def settings_of(model: type[BaseModel], section: str = WHOLE) -> list[dict[str, 
     top, inner = [], []
     for name, field in model.model_fields.items():
         inside = name if section == WHOLE else f"{section}.{name}"
-        part = _section(field)
+        part = section_of(field)
         if part is not None:
             inner += settings_of(part, inside)
             continue
@@ -246,7 +246,7 @@ def settings_of(model: type[BaseModel], section: str = WHOLE) -> list[dict[str, 
     return top + inner
 
 
-def _section(field: FieldInfo) -> type[BaseModel] | None:
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """The model of a section: the field's type, or the only one beside None."""
     kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if kind is not type(None)]
     models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]

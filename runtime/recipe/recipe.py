@@ -10,13 +10,13 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from tltlab.config import json_or_text, leaves, whole_text
+from tltlab.config import WHOLE, json_or_text, leaves, section_of, settings_of, whole_text
 from tltlab.costs.load import load_costs
 from tltlab.costs.profiles import find_model, profile_costs
 from tltlab.drafters.specs import LearnedSpec
@@ -345,27 +345,20 @@ def _fault(fault: ErrorDetails) -> str:
 
 def fields_at(place: Sequence[int | str]) -> dict[str, FieldInfo]:
     """Return the fields of a section of recipes, all sections where `place` is empty; none for no section."""
-    section: type[BaseModel] = Recipe
+    section: type[BaseModel] | None = Recipe
     for name in place:
         field = section.model_fields.get(str(name))
-        # A section may be optional: one of the annotation's types is then the section's.
-        kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
-        models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        if not models:
+        section = None if field is None else section_of(field)
+        if section is None:
             return {}
-        section = models[0]
     return dict(section.model_fields)
 
 
-def settings_named(name: str, place: tuple[str, ...] = ()) -> list[str]:
-    """Return the full names of settings of recipes below `place` with this name, or this dotted one.
+def settings_named(name: str) -> list[str]:
+    """Return the full names of settings of recipes with this name, or this dotted one.
 
     >>> settings_named("steps")
     ['train.steps']
     """
-    found = []
-    for field in fields_at(place):
-        whole = ".".join([*place, field])
-        inner = settings_named(name, (*place, field))
-        found += inner or ([whole] if name in (field, whole) and not fields_at((*place, field)) else [])
-    return found
+    names = [f"{row['section']}.{row['name']}".removeprefix(f"{WHOLE}.") for row in settings_of(Recipe)]
+    return [whole for whole in names if name in (whole, whole.rpartition(".")[2])]
