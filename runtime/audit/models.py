@@ -4,8 +4,6 @@ Weights are random, not trained. The target's next token is far from uniform (1.
 text. The drafters use the last token's embedding, so verification both accepts and rejects their drafts.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """`tltlab audit`: tests an engine's speculative decoding for losslessness."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -1,7 +1,5 @@
 """`tltlab export-drafter`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`tltlab train-drafter`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal
 

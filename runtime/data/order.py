@@ -1,7 +1,5 @@
 """Order of prompts: seeded epochs, cut into the batches of RL steps, resumable at any position."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

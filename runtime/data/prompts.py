@@ -1,7 +1,5 @@
 """Prompts with a checkable answer, from JSONL, Parquet and Hugging Face datasets."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Training of a drafter, one optimizer step at a time, alone or with other workers; it can be left after each."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence

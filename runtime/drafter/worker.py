@@ -4,8 +4,6 @@ It holds the engine's device only within a call of `train`; ordered to stop, it 
 under way. A failure here ends the training period, never the rollout.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A run's actors: the environment that they start in, and calls with readable errors."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -3,8 +3,6 @@
 Calls to them would wait forever.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

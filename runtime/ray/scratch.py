@@ -1,7 +1,5 @@
 """Scratch folders of processes, and leftovers of runs elsewhere: the next process removes those of killed ones."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

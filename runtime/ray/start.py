@@ -1,7 +1,5 @@
 """Start of Ray: joined where there is a cluster, else on this machine, listening on loopback."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

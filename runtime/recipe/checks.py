@@ -1,7 +1,5 @@
 """Checks of a recipe before anything starts: `check`. Imports no torch, except to read a checkpoint."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence

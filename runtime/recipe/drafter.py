@@ -1,7 +1,5 @@
 """Settings of drafter training: the `[drafter]` section of a recipe, and those of `tltlab train-drafter`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt

@@ -4,8 +4,6 @@ Memory is one table of parts, each with its phases and its formula. A run report
 (`tltlab.runtime.run.memory`); a test compares the two.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

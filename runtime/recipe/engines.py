@@ -1,7 +1,5 @@
 """Engines of a recipe: its model's shape, context and requests, and their build: drafters, depths and CUDA graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial

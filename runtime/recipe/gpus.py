@@ -1,7 +1,5 @@
 """GPUs of a recipe: one bundle per rollout worker, one per trainer rank, or shared ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain
 from math import ceil

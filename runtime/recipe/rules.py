@@ -4,8 +4,6 @@ A rule yields sentences that name the field and the remedy. Rules that need this
 that count GPUs in `gpus`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import gcd
 

@@ -1,7 +1,5 @@
 """Sections of recipes, each validated by itself."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from math import isfinite

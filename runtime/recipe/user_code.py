@@ -1,7 +1,5 @@
 """User code that a recipe imports: copies in a run's folder, and imports that need permission."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys

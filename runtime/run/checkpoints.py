@@ -7,8 +7,6 @@ Large files are hashed while they are written, into `NAME.sha256` next to them, 
 Files are read and checked when a run returns to a checkpoint; otherwise only their size is checked.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

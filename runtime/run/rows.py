@@ -1,7 +1,5 @@
 """A run's rows in its trace: one RL step as rows of the tables, and the figures of its progress."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field

@@ -4,8 +4,6 @@ A uniform is a hash of (seed, request, k), SplitMix64 (Steele et al. 2014), so n
 one vectorised call. The draws of a request do not depend on the order of events or the number of workers.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 

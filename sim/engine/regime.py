@@ -1,7 +1,5 @@
 """Cost and yield of one strategy in a simulation, computed once per strategy and acceptance."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import field

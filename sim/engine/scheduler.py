@@ -14,8 +14,6 @@ of them on a worker, and held once while any of them is there. The prompt is ass
 The cache of a preempted request is kept while nothing else needs the room, and freed from its end.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Collection, Sequence

@@ -11,8 +11,6 @@ The end of a rollout is answered by `Released` at most `yield_timeout_s` after `
 dies, if `Tick` comes at `wakeup_s`: a trainer that has not yielded by then is killed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import field, replace

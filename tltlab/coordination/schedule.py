@@ -4,8 +4,6 @@ Repeated training at a fixed price against a growing loss is the economic lot si
 drift, the total time is least if training starts once the loss since the last one equals its price.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace

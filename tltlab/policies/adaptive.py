@@ -1,7 +1,5 @@
 """Adaptive: learn seconds and acceptance while decoding, and draft what promises the most tokens per second."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Bandits without buckets, the usual points of comparison for BEG-MAB, and Hedge over drafters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

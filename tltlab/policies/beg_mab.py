@@ -1,7 +1,5 @@
 """BEG-MAB, the bucketed epsilon-greedy bandit of TLT (arXiv 2511.16665, section 5, Algorithm 1)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any

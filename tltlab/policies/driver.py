@@ -1,7 +1,5 @@
 """The only caller of a policy, in the simulator's worker and in an engine's control alike."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ vLLM's table over batch sizes (#32374) is `BatchTable`; SGLang's profiled costs 
 cost model. Built from the public descriptions and sources, to compare with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Goodput: draft what promises the most tokens per second, by a cost model and the acceptance seen so far."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """The reward of an iteration for bandits, and the window that summarises an arm's latest rewards."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections import deque

@@ -1,7 +1,5 @@
 """Selectors without rewards: no speculation, one strategy, a table over batch sizes, a ladder, blind exploration."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise

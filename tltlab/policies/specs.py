@@ -1,7 +1,5 @@
 """Settings of selectors as they stand in a policy file: checked when they are read, built when they are needed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, Union

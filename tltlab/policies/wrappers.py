@@ -1,7 +1,5 @@
 """Selectors around another one: elastic activation (TLT section 5), and the choices of a recording made again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args

@@ -34,8 +34,6 @@ In the model's checkpoint and in tltlab's its weights are `model.mtp_layers.0.` 
 `mlp.{gate,up,down}_proj.weight`, `{input,post_attention}_layernorm.weight`.
 """
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

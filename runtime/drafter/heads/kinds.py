@@ -5,8 +5,6 @@ Least squares solves it in one pass over a few sequences, before any update. EAG
 the target's own final norm.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

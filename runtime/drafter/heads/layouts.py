@@ -10,8 +10,6 @@ of q, k and v, b into that of o. Only these read the output of `fc`, and vLLM's 
 bias.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -7,8 +7,6 @@ its own since. EAGLE (arXiv 2401.15077) trains step 0 alone; HASS (arXiv 2408.15
 no pass of the target is needed.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

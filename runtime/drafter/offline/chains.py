@@ -8,8 +8,6 @@ A rejected draft is never the text's token, so along a text that an engine gener
 at any temperature, up to rounding differences of two programs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

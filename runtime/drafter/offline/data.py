@@ -4,8 +4,6 @@ Responses come from a trace, from a file, or from the target itself, which answe
 states come from one pass of the target over each text, alone and unpadded; they are kept while they fit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing

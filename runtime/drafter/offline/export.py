@@ -6,8 +6,6 @@ so an EAGLE head uses the target's. vLLM compares both with the target's and sha
 written in the format of speculators.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence

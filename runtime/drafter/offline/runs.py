@@ -1,7 +1,5 @@
 """Figures of a learned drafter from a run's trace: acceptance of its drafts, costs and results of its training."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

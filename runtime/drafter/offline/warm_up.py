@@ -1,7 +1,5 @@
 """The offline warm-up of a drafter: responses of its target, the target's states along them, updates, a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
