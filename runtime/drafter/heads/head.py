@@ -34,7 +34,6 @@ In the model's checkpoint and in tltlab's its weights are `model.mtp_layers.0.` 
 `mlp.{gate,up,down}_proj.weight`, `{input,post_attention}_layernorm.weight`.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +46,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from tltlab.errors import ConfigError
+from tltlab.files import read_json, write_json
 
 from .target import MIMO, WEIGHTS_FILE, FrozenTarget, Tensors, is_mimo, local_folder, read_config, read_weights
 
@@ -180,7 +180,7 @@ class DrafterHead(nn.Module, ABC):
         folder.mkdir(parents=True, exist_ok=True)
         save_file(self.serving_weights(), folder / WEIGHTS_FILE, metadata={"format": "pt"})
         dtype = str(self.layer.self_attn.o_proj.weight.dtype).removeprefix("torch.")
-        (folder / "config.json").write_text(json.dumps(self.config_dict() | {"dtype": dtype}, indent=2) + "\n")
+        write_json(folder / "config.json", self.config_dict() | {"dtype": dtype})
         return folder
 
 
@@ -439,5 +439,4 @@ def save_with_mtp(model: Any, folder: str | Path, weights: Tensors, layer: Tenso
     """Write a transformers model as a MiMo: its `weights`, and those of the MTP `layer` that it lacks."""
     model.save_pretrained(folder, state_dict={**weights, **layer}, max_shard_size="5GB")
     path = Path(folder) / "config.json"
-    config = json.loads(path.read_text()) | {"architectures": [MIMO], "num_nextn_predict_layers": 1}
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    write_json(path, read_json(path) | {"architectures": [MIMO], "num_nextn_predict_layers": 1})

@@ -6,7 +6,6 @@ so an EAGLE head uses the target's. vLLM compares both with the target's and sha
 written in the format of speculators.
 """
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -21,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tltlab.config import counted
 from tltlab.console import marked_folder
 from tltlab.errors import ConfigError, RunError
-from tltlab.files import read_json
+from tltlab.files import read_json, write_json
 from tltlab.records import frozen
 from tltlab.runtime.drafter.heads.head import DrafterHead, Eagle3Head
 from tltlab.runtime.drafter.heads.kinds import check_fit
@@ -145,7 +144,7 @@ def export_drafter(
             "trained": read_json(trained)["after"] if trained.is_file() else None,
             "seconds": round(time.perf_counter() - began, 2),
         }
-        (folder / MARKER).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+        write_json(folder / MARKER, report)
     return {"out": str(out), **report}
 
 

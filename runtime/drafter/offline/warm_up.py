@@ -1,6 +1,5 @@
 """The offline warm-up of a drafter: responses of its target, the target's states along them, updates, a checkpoint."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from safetensors import SafetensorError
 from tltlab.config import counted
 from tltlab.console import marked_folder
 from tltlab.errors import ConfigError, RunError
+from tltlab.files import write_json
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import check_fit, fit_inputs, new_head
 from tltlab.runtime.drafter.heads.layouts import load_head
@@ -107,7 +107,7 @@ def train_drafter(
             "after": after,
             "checks": checks,
         }
-        (folder / MARKER).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+        write_json(folder / MARKER, report)
     return {"out": str(out), **report}
 
 
