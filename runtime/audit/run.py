@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from scipy.optimize import brentq
-from scipy.stats import chi2, ncx2
+from scipy.stats import chi2, ncx2, power_divergence
 
 from tltlab.arrays import Array, Floats, Ints
 from tltlab.console import table
@@ -47,11 +47,7 @@ _UPDATE_AFTER = 3
 _ALL_PAIRS = [0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3]
 PROMPTS = tuple(tuple(_ALL_PAIRS[i:] + _ALL_PAIRS[: i + 1]) for i in (0, 7))
 
-Composition = Literal[
-    "batch", "alone", "mixed", "queue", "budgets", "switching", "updates", "updates while running", "greedy"
-]
-
-COMPOSITIONS: dict[Composition, str] = {
+COMPOSITIONS = {
     "batch": "as many equal requests at once as the engine runs",
     "alone": "one request at a time",
     "mixed": "one batch of different prompts, temperatures, filters and lengths",
@@ -75,8 +71,6 @@ LOGPROB_TOLERANCE = 5e-5
 LEAST_EXPECTED = 5.0
 """Cells that expect fewer samples are pooled: below about five the chi-square approximation is poor."""
 POWER = 0.9
-
-_CRESSIE_READ = 2 / 3
 
 
 @frozen
@@ -322,7 +316,7 @@ class AuditCase:
     drafter: str
     depth: int
     sampling: Sampling
-    composition: Composition
+    composition: str
 
     def __str__(self) -> str:
         s = self.sampling
@@ -671,9 +665,8 @@ def cells_check(observed: Mapping[tuple[int, ...], int], joint: Mapping[tuple[in
     groups = pooled(expected_counts)
     expected = np.bincount(groups, expected_counts)
     counts = np.bincount(groups, [observed.get(cell, 0) for cell in cells])
-    terms = counts * ((counts / expected) ** _CRESSIE_READ - 1)
-    statistic = 2 / (_CRESSIE_READ * (_CRESSIE_READ + 1)) * float(terms.sum())
-    return ChiSquare(statistic=statistic, dof=len(expected) - 1, num_samples=num)
+    statistic = power_divergence(counts, expected, lambda_="cressie-read").statistic
+    return ChiSquare(statistic=float(statistic), dof=len(expected) - 1, num_samples=num)
 
 
 def pooled(expected: Floats) -> Ints:

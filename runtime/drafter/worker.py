@@ -31,6 +31,7 @@ from tltlab.files import new_file
 from tltlab.records import frozen
 from tltlab.runtime.recipe.drafter import BufferConfig, DrafterConfig
 from tltlab.runtime.run.memory import ProcessMemory, tensor_bytes
+from tltlab.traces.schema import key_columns
 
 from .feed import SequenceReceiver
 from .group import LOOPBACK, DrafterGroup, GroupLost, gather, rendezvous_store, tokens_of_member
@@ -303,7 +304,7 @@ class SpotTrainer:
                 for published, (updates, head) in self._published.items():
                     kept = kept_along(head, self.training.frozen, sequence, self.place.max_depth)
                     rows.append(
-                        dict(zip(("rl_step", "prompt_id", "sample", "turn"), sequence.key, strict=True))
+                        key_columns(sequence.key)
                         | {
                             "drafter": self.config.name,
                             "drafter_age": sequence.rl_step - published,
