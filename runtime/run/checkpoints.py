@@ -28,14 +28,12 @@ _STEP = re.compile(r"step-(\d{6,})")
 class RunCheckpoints:
     """The checkpoints in `folder`; `save` keeps the newest `keep`.
 
-    A killed writer leaves earlier checkpoints intact. One process saves at a time. `complaints` explain, in sentences,
-    why `latest` passed a checkpoint over.
+    A killed writer leaves earlier checkpoints intact. One process saves at a time.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = Path(folder)
         self.keep = keep
-        self.complaints: list[str] = []
 
     def save(self, rl_step: int, write: Callable[[Path], None]) -> Path:
         """Let `write` fill a folder, make it the checkpoint of `rl_step`, and remove all but the newest.
@@ -67,14 +65,13 @@ class RunCheckpoints:
         self._prune(rl_step)
         return final
 
-    def latest(self) -> Path | None:
-        """Return the newest complete checkpoint, checked in full, None where there is none."""
+    def latest(self, note: Callable[[str], object] = lambda sentence: None) -> Path | None:
+        """Return the newest complete checkpoint, checked in full, None for none; `note` those passed over."""
         self._tidy()
-        self.complaints = []
         for path in reversed(checkpoints_in(self.folder)):
             if (fault := fault_of(path, to_the_bit=True)) is None:
                 return path
-            self.complaints.append(f"checkpoint {path} is passed over: {fault}")
+            note(f"checkpoint {path} is passed over: {fault}")
         return None
 
     def _seal(self, folder: Path, rl_step: int) -> None:

@@ -352,7 +352,7 @@ class GrpoRun:
             stack.enter_context(self.locked())
             modules = [part.module for part in self.policy.own_parts]
             keep_code(self.recipe.code, [*code_of(self.recipe), *modules], self.out)
-            folder = self.recovery.newest() if self._resume else None
+            folder = self.checkpoints.latest(self.events.note) if self._resume else None
             self.recovery.prepare(folder)
             for note in (*notes_of(self.recipe), *self.data.notes):
                 self.events.note(note)
@@ -786,14 +786,6 @@ class Recovery:
         self._restarts = 0
         self._origin_drafter = drafting.state_dict(checkpoints.folder)
 
-    def newest(self) -> Path | None:
-        """Return the newest complete checkpoint; incomplete ones are noted."""
-        folder = self.checkpoints.latest()
-        for complaint in self.checkpoints.complaints:
-            self.events.note(complaint)
-        self.checkpoints.complaints.clear()
-        return folder
-
     def prepare(self, folder: Path | None) -> None:
         """Load the drafter that the run begins with, before any actor starts."""
         if folder is not None:
@@ -850,7 +842,7 @@ class Recovery:
             self._restarts += 1
             if self._restarts > self.recipe.faults.max_restarts:
                 raise RunError(f"{error}; that was more than faults.max_restarts = {self.recipe.faults.max_restarts}")
-            folder = self.newest()
+            folder = self.checkpoints.latest(self.events.note)
             self.events.note(f"{error}; trainers are restarted from {'the start' if folder is None else folder.name}")
             try:
                 self.actors.restart_trainers()

@@ -30,13 +30,12 @@ class GpuPlacement:
     with num_gpus 0 and CUDA_VISIBLE_DEVICES set to what the holder was given. Without GPUs nothing is reserved: actors
     take no logical CPUs, so any number of them starts on any machine; on several nodes they spread.
 
-    ConfigError, at once or within `ready_s` seconds, where the cluster lacks what the recipe asks for.
+    ConfigError, at once or within `READY_S` seconds, where the cluster lacks what the recipe asks for.
     """
 
-    def __init__(self, recipe: Recipe, *, ready_s: float = READY_S) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         self.bundles: Bundles = bundles_of(recipe)
         self.num_nodes = recipe.cluster.num_nodes
-        self.ready_s = ready_s
         self._group: PlacementGroup | None = None
         self._holders: list[Any] = []
         self._visible: list[list[str]] = []
@@ -47,8 +46,8 @@ class GpuPlacement:
         self._check()
         self._group = placement_group([{"GPU": gpus} for gpus in self.bundles.all], strategy="PACK")
         try:
-            if not self._group.wait(timeout_seconds=self.ready_s):
-                raise ConfigError(self._missing(f"are not free within {self.ready_s:g} s"))
+            if not self._group.wait(timeout_seconds=READY_S):
+                raise ConfigError(self._missing(f"are not free within {READY_S:g} s"))
             if self.bundles.colocated:
                 self._hold()
         except BaseException:
@@ -105,9 +104,9 @@ class GpuPlacement:
             for bundle, gpus in enumerate(self.bundles.workers)
         ]
         try:
-            self._visible = ray.get([holder.visible.remote() for holder in self._holders], timeout=self.ready_s)
+            self._visible = ray.get([holder.visible.remote() for holder in self._holders], timeout=READY_S)
         except GetTimeoutError as error:
-            raise ConfigError(f"Ray did not start the holders of GPUs within {self.ready_s:g} s") from error
+            raise ConfigError(f"Ray did not start the holders of GPUs within {READY_S:g} s") from error
 
     def _check(self) -> None:
         """Raise ConfigError where the cluster, all its GPUs free, would not do."""
