@@ -18,7 +18,7 @@ class GenerationRequest:
     With `ignore_eos` it runs to its cap. Sampling settings that are None are those of the call. It also stops after a
     token of `stop_token_ids`. `prompt_text` is for environments, which may read the prompt. Generation begins once the
     engine has the weights of `from_version`. A rollout that stops at a quota still completes the requests that are
-    `due`.
+    `due`, and takes a prompt for answered with all but `spare` of its requests.
     """
 
     key: Key
@@ -33,6 +33,7 @@ class GenerationRequest:
     prompt_text: str = ""
     from_version: int = 0
     due: bool = False
+    spare: int = 0
 
 
 @frozen

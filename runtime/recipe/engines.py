@@ -92,7 +92,10 @@ def vllm_batch(gpu: Gpu | None) -> int:
 def requests_per_engine(recipe: Recipe) -> int:
     """Return the number of responses of one rollout that an engine has to generate."""
     rollout = recipe.rollout
-    total = rollout.prompts_per_step * rollout.group_size if rollout.partial is None else rollout.partial.concurrency
+    prompts, samples, partial = rollout.prompts_per_step, rollout.group_size, rollout.partial
+    if partial is not None:
+        prompts, samples = ceil(partial.issue * prompts), ceil(partial.samples * samples)
+    total = prompts * samples if partial is None or partial.concurrency is None else partial.concurrency
     return ceil(total / rollout.num_workers)
 
 

@@ -23,13 +23,14 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, did_you_mean, refuse
 from tltlab.files import found_in, read_json, read_text
 from tltlab.own import OwnPart, allowed_modules, code_allowed
+from tltlab.planning.composition import EarlierEpoch, Regrouped, Truncated
 from tltlab.planning.execution import EngineRun, engine_run
 from tltlab.planning.placement import Placement, load_placement
 from tltlab.planning.systems import find_system
 from tltlab.policies.policy import SHIPPED, Policy, load_policy
 
 from .rules import RULES
-from .sections import SYSTEMS_POLICY, PartialConfig, ReuseConfig, Sections
+from .sections import MOST_SAMPLES, SYSTEMS_POLICY, PartialConfig, ReuseConfig, Sections
 from .user_code import CODE, code_of, refuse_code
 
 FOLDER = Path(__file__).parent / "recipes"
@@ -42,20 +43,19 @@ DECIDED = ("policy", "max_draft_depth", "partial", "reuse", "one_step_off", "sta
 
 
 def sections_of_system(recipe: Sections) -> dict[str, Any]:
-    """Return `[rollout]` and `[drafter]` of the recipe's system.
+    """Return `[rollout]`, `[train]` and `[drafter]` of the recipe's system.
 
     ConfigError for an unknown system, and for parts of it that engines or the recipe lack, or that the recipe
     contradicts.
     """
     run, rollout, drafter = engine_run_of(recipe), recipe.rollout, recipe.drafter
     depth = max(strategy.draft_depth for strategy in run.policy.strategies)
-    in_flight, reuse = run.in_flight, run.reuse
-    if in_flight is not None:
-        in_flight *= rollout.prompts_per_step * rollout.group_size
+    rollout = rollout.model_copy(update=_workload(recipe, run))
+    reuse = run.workload if isinstance(run.workload, EarlierEpoch) else None
     decided: dict[str, Any] = {
         "policy": rollout.policy if _is_policy_of(run, rollout.policy) else SYSTEMS_POLICY,
         "max_draft_depth": max(depth, int(drafter is not None)),
-        "partial": None if in_flight is None else PartialConfig(concurrency=int(in_flight), max_age=run.max_age),
+        "partial": _partial(run, rollout.prompts_per_step * rollout.group_size),
         "reuse": None if reuse is None else ReuseConfig(leniency=reuse.leniency, residual=reuse.residual),
         "one_step_off": run.one_step_off,
         "staleness": run.staleness,
@@ -67,10 +67,40 @@ def sections_of_system(recipe: Sections) -> dict[str, Any]:
     kind = "always" if run.trains_drafter else "never"
     refuse([*_missing(recipe, run), *_contradictions(recipe, run, given, decided, kind)])
     sections: dict[str, Any] = {"rollout": rollout.model_copy(update=decided)}
+    if isinstance(run.workload, Truncated):
+        sections["train"] = recipe.train.model_copy(update={"overlong": "zero"})
     if drafter is not None:
         schedule = drafter.schedule.model_copy(update={"kind": kind})
         sections["drafter"] = drafter.model_copy(update={"schedule": schedule})
     return sections
+
+
+def _workload(recipe: Sections, run: EngineRun) -> dict[str, Any]:
+    """Return the sizes that a system makes of the recipe's; ConfigError where these do not divide."""
+    rollout, workload = recipe.rollout, run.workload
+    if rollout.workload is not None or not isinstance(workload, Truncated | Regrouped):
+        return {}
+    if isinstance(workload, Truncated):
+        sizes = {"max_response_tokens": max(1, int(rollout.max_response_tokens * workload.share))}
+    else:
+        prompts, rest = divmod(rollout.prompts_per_step, workload.factor)
+        if rest or rollout.group_size * workload.factor > MOST_SAMPLES:
+            raise ConfigError(
+                f"{rollout.system} has {workload.factor} times the samples, at most {MOST_SAMPLES}, of as many times "
+                f"fewer prompts: rollout.group_size = {rollout.group_size} and rollout.prompts_per_step = "
+                f"{rollout.prompts_per_step} do not go with that"
+            )
+        sizes = {"prompts_per_step": prompts, "group_size": rollout.group_size * workload.factor}
+    return {**sizes, "workload": rollout.system}
+
+
+def _partial(run: EngineRun, responses: int) -> PartialConfig | None:
+    """Return the admission of a run that trains so many responses in an RL step."""
+    if (rule := run.admission) is None:
+        return None
+    concurrency = None if rule.concurrency is None else int(rule.concurrency * responses)
+    same = {name: getattr(rule, name) for name in ("issue", "samples", "leftover", "max_age")}
+    return PartialConfig(concurrency=concurrency, **same)
 
 
 def engine_run_of(recipe: Sections) -> EngineRun:
@@ -92,6 +122,8 @@ def system_settings(recipe: Sections) -> tuple[dict[str, Any] | None, list[str]]
         return None, []
     system, run = find_system(recipe.rollout.system), engine_run_of(recipe)
     decided = set(DECIDED) - {"policy"}
+    if recipe.rollout.workload is not None:
+        decided |= {"max_response_tokens", "prompts_per_step", "group_size"}
     rollout = recipe.rollout.model_dump(include=decided, exclude_defaults=True)
     settings = {f"rollout.{name}": value for name, value in leaves(rollout)}
     if recipe.drafter is not None:
@@ -137,6 +169,8 @@ def _contradictions(
     found = {f"rollout.{name}": (value, decided[name]) for name, value in given.items()}
     if recipe.drafter is not None and "kind" in recipe.drafter.schedule.model_fields_set:
         found["drafter.schedule.kind"] = recipe.drafter.schedule.kind, kind
+    if isinstance(run.workload, Truncated) and "overlong" in recipe.train.model_fields_set:
+        found["train.overlong"] = recipe.train.overlong, "zero"
     for name in run.policy.drafters.keys() & recipe.rollout.drafters.keys():
         found[f"rollout.drafters.{name}"] = recipe.rollout.drafters[name], run.policy.drafters[name]
     for name, (value, systems) in found.items():

@@ -173,6 +173,7 @@ def losses(recipe: Sections) -> Iterator[str]:
 def modes(recipe: Sections) -> Iterator[str]:
     """Settings of rollouts that do not go together, and what some of them need."""
     rollout, train = recipe.rollout, recipe.train
+    restarts = rollout.partial is not None and rollout.partial.leftover == "restart"
     is_set = {
         "rollout.partial": rollout.partial is not None,
         "rollout.reuse": rollout.reuse is not None,
@@ -184,7 +185,7 @@ def modes(recipe: Sections) -> Iterator[str]:
         f"rollout.placement = {rollout.placement!r}": rollout.placement != "contiguous",
         "rollout.vllm.async_scheduling": bool(rollout.vllm.get("async_scheduling")),
         "train.sampling_rounds above 1": train.sampling_rounds > 1,
-        "train.correction = 'none'": train.correction == "none",
+        "train.correction = 'none'": train.correction == "none" and not restarts,
         "train.lora.serve = 'adapter'": train.served_adapter is not None,
         f"cluster.weights = {recipe.cluster.weights!r}": recipe.cluster.weights in ("nccl", "ipc"),
         "cluster.placement = 'colocated'": recipe.cluster.placement == "colocated",
@@ -195,6 +196,8 @@ def modes(recipe: Sections) -> Iterator[str]:
         for name in (name for name in chosen if name.startswith(names)):
             for other in (other for other in chosen if other.startswith(others)):
                 yield f"{name} does not go with {other}: {why}"
+    if rollout.workload not in (None, rollout.system):
+        yield f"rollout.workload = {rollout.workload!r}, whose sizes these are, needs that rollout.system: set both"
     for name in chosen:
         if name in ("rollout.partial", "rollout.staleness") and rollout.prompts_per_step < rollout.num_workers:
             yield (

@@ -18,6 +18,8 @@ _SECRET = re.compile(r"(^|[._-])(hf_token|api_key|password|secret|access_token|a
 _SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 SYSTEMS_POLICY = "system"
 """`rollout.policy` of a recipe whose `rollout.system` defines the policy."""
+MOST_SAMPLES = 512
+"""Largest `rollout.group_size`."""
 _VLLM_COUNTS = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes")
 
 
@@ -93,15 +95,31 @@ class RewardPoolConfig(FiniteModel):
 
 
 class PartialConfig(FiniteModel):
-    """Partial rollout with fixed concurrency (CoPRIS, arXiv 2511.05589); off-policy.
+    """Partial rollout: it ends once prompts_per_step groups are complete, and cuts what still runs.
 
-    `concurrency` requests run at any time, over all workers, until prompts_per_step groups are complete. Requests still
-    running are then cut and continue first in the next RL step. Groups older than `max_age` RL steps are dropped; None
-    never.
+    `concurrency` requests run at any time, over all workers (CoPRIS, arXiv 2511.05589). With None a rollout begins
+    `issue` x prompts_per_step prompts at once (APRIL, arXiv 2509.18521) with `samples` x group_size responses each, of
+    which the first group_size that are whole complete the group.
+
+    What is cut continues first in the next RL step ("resume"), off-policy; groups older than `max_age` RL steps are
+    dropped, None never. With "restart" prompts that did not complete begin anew, on-policy, in a rollout of their own
+    once they are prompts_per_step (RollPacker, arXiv 2509.21009).
     """
 
-    concurrency: Count
+    concurrency: Count | None = None
+    issue: float = Field(default=1.0, ge=1, le=64)
+    samples: float = Field(default=1.0, ge=1, le=64)
+    leftover: Literal["resume", "restart"] = "resume"
     max_age: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _check_begun(self) -> PartialConfig:
+        more = self.issue > 1 or self.samples > 1
+        if (self.concurrency is None) is not more:
+            raise ValueError("give concurrency, or how much more is begun: issue or samples above 1; not both")
+        if self.leftover == "restart" and (not more or self.max_age is not None):
+            raise ValueError("leftover = 'restart' is for issue or samples above 1, without max_age: nothing grows old")
+        return self
 
 
 class ReuseConfig(FiniteModel):
@@ -170,12 +188,14 @@ class RolloutConfig(FiniteModel):
     drafts or other drafters.
 
     `system` is a row of `tltlab.planning.systems`, such as copris: its parts decide `policy`, `max_draft_depth`,
-    `partial`, `reuse`, `one_step_off`, `staleness` and `drafter.schedule.kind`.
+    `partial`, `reuse`, `one_step_off`, `staleness` and `drafter.schedule.kind`. dler shortens `max_response_tokens`,
+    and brorl has more samples of fewer prompts than the recipe. A run writes as `workload` the system whose sizes its
+    recipe has already.
     """
 
     num_workers: Count = 2
     prompts_per_step: Count = 24
-    group_size: int = Field(default=8, ge=1, le=512)
+    group_size: int = Field(default=8, ge=1, le=MOST_SAMPLES)
     temperature: PositiveFloat = 1.0
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: NonNegativeInt = 0
@@ -199,6 +219,7 @@ class RolloutConfig(FiniteModel):
     staleness: NonNegativeInt = 0
     stale: Literal["hold", "drop"] = "hold"
     system: str | None = None
+    workload: str | None = None
     vllm: dict[str, Any] = Field(default={})
 
     @field_validator("vllm")

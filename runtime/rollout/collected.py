@@ -103,7 +103,7 @@ class RolloutTools:
     """Calls to engines and trainer that the rollout of `rl_step`, under version `policy_version`, may make.
 
     `generate(shares, round, quotas)` generates each worker's share and returns one Rollout each, with a response to
-    each request. With quotas worker n stops once all requests of that many prompts are answered, and the rest return as
+    each request. With quotas worker n stops once the requests of that many prompts are answered, and the rest return as
     "abort". `share(requests)` splits requests over workers by `rollout.placement`. `rewards` gives the reward of each
     whole response. `score(pairs, distributions=False)` gives for pairs (prompt ids, response ids of N tokens) the
     policy's natural log-probs [N] at the sampling temperature, or with `distributions` all of them [N, V].
@@ -215,9 +215,9 @@ class Rollouts(ABC):
     def _load(self, state: Mapping[str, Any], folder: Path) -> None:  # noqa: B027
         """Restore the state, without the key `carries` where it is of another way to roll out."""
 
-    def _blank(self, number: int, epoch: int) -> list[Trajectory]:
-        """Return a group of responses to prompt `number`, all still empty."""
-        samples = range(self.recipe.rollout.group_size)
+    def _blank(self, number: int, epoch: int, num: int | None = None) -> list[Trajectory]:
+        """Return `num` responses to prompt `number`, by default group_size, all still empty."""
+        samples = range(self.recipe.rollout.group_size if num is None else num)
         return [Trajectory(prompt=self.prompts[number], epoch=epoch, sample=sample) for sample in samples]
 
     def _extended(

@@ -1,7 +1,7 @@
-"""Partial rollouts: running responses are cut and continue later.
+"""Partial rollouts: running responses are cut, and continue later or begin anew.
 
-At a fixed concurrency (CoPRIS, arXiv 2511.05589) or in parallel with training, with bounded staleness (AReaL, arXiv
-2505.24298).
+At a fixed concurrency (CoPRIS, arXiv 2511.05589), of more prompts or samples than are trained (APRIL, arXiv 2509.18521;
+RollPacker, arXiv 2509.21009), or in parallel with training, with bounded staleness (AReaL, arXiv 2505.24298).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,11 @@ _PER_TOKEN = {"token_ids": np.int32, "logprobs": np.float64, "token_versions": n
 
 @frozen
 class PartialGroup:
-    """The `group_size` responses so far to a prompt, which is number `number` of the data."""
+    """The responses so far to a prompt, which is number `number` of the data; it is whole with `needed` of them."""
 
     number: int
     samples: list[Trajectory]
+    needed: int
 
     @property
     def oldest_version(self) -> int | None:
@@ -58,7 +60,16 @@ class PartialGroup:
 
     @property
     def whole(self) -> bool:
-        return all(sample.finish_reason is not None for sample in self.samples)
+        return len(self.trained) == self.needed
+
+    @property
+    def trained(self) -> list[Trajectory]:
+        """The first whole responses, as many as a group needs."""
+        return [sample for sample in self.samples if sample.finish_reason is not None][: self.needed]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sample.token_ids) for sample in self.samples)
 
     @property
     def num_cut(self) -> int:
@@ -72,24 +83,39 @@ class TrainedLengths:
         self._trained: Counter[int] = Counter()
         self._dropped: Counter[int] = Counter()
         self.num_dropped = 0
+        self.wasted_tokens = 0
 
     def train(self, groups: Sequence[PartialGroup]) -> None:
-        self._trained.update(len(sample.token_ids) for group in groups for sample in group.samples)
+        for group in groups:
+            trained = {sample.sample for sample in group.trained}
+            surplus = [len(s.token_ids) for s in group.samples if s.token_ids and s.sample not in trained]
+            self._trained.update(len(sample.token_ids) for sample in group.trained)
+            self._dropped.update(surplus)
+            self.wasted_tokens += sum(surplus)
 
     def drop(self, groups: Sequence[PartialGroup]) -> None:
         self._dropped.update(len(sample.token_ids) for group in groups for sample in group.samples)
         self.num_dropped += len(groups)
+        self.restart(groups)
+
+    def restart(self, groups: Sequence[PartialGroup]) -> None:
+        """Count what is generated again: the lengths of these prompts' responses are not known yet."""
+        self.wasted_tokens += sum(group.num_tokens for group in groups)
 
     def figures(self) -> dict[str, float]:
         """Return mean and percentiles of lengths trained on and generated, and `trained/length_bias`, the means' ratio.
 
         Generated responses are those trained on or dropped; a dropped one counts with its tokens so far, so the bias of
-        a run that drops is at least this far below 1. Responses under way count as neither.
+        a run that drops is at least this far below 1. Responses under way count as neither. `trained/wasted_tokens`
+        were generated for nothing so far.
         """
         if not self._trained:
             return {}
         generated = self._trained + self._dropped
-        figures = {"trained/dropped_groups": float(self.num_dropped)}
+        figures = {
+            "trained/dropped_groups": float(self.num_dropped),
+            "trained/wasted_tokens": float(self.wasted_tokens),
+        }
         for name, counts in (("trained", self._trained), ("generated", generated)):
             lengths = np.repeat(list(counts), list(counts.values()))
             figures[f"{name}/length_mean"] = float(lengths.mean())
@@ -99,24 +125,32 @@ class TrainedLengths:
 
     def state_dict(self) -> dict[str, Any]:
         lengths = {"trained": list(self._trained.items()), "dropped": list(self._dropped.items())}
-        return {**lengths, "num_dropped": self.num_dropped}
+        return {**lengths, "num_dropped": self.num_dropped, "wasted_tokens": self.wasted_tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._trained, self._dropped = (Counter(dict(map(tuple, state[name]))) for name in ("trained", "dropped"))
         self.num_dropped = state["num_dropped"]
+        self.wasted_tokens = state.get("wasted_tokens", 0)  # earlier versions wrote none
 
 
 class PartialRollouts(Rollouts):
-    """Runs `concurrency` requests at any time until prompts_per_step groups are whole, and cuts the rest.
+    """Generates until prompts_per_step groups are whole, and cuts the rest.
 
-    Every worker's engine runs at most its share of `concurrency` and stops at its share of the groups. Cut responses
-    continue first, in the order in which their groups were first requested, on any worker, from prompt and prefix; then
-    follow unstarted ones and new prompts. A worker receives as many groups as keep its engine full to the end in the
-    worst case: with G groups to complete and C requests at a time G - 1 + C, since G - 1 groups may be whole and each
-    of the others down to one request. A response that spans RL steps has the log-probs and versions of the policies
-    that drew its tokens, so it is off-policy. A group with a token of a policy more than `max_age` versions old is
-    dropped, and its prompt comes again at the end of its epoch. In the trace each RL step's part of a response is its
-    own row, "abort" where it was cut; a response cut before its first token has none.
+    Every worker's engine stops at its share of the groups. Cut responses continue first, in the order in which their
+    groups were first requested, on any worker, from prompt and prefix; then follow unstarted ones and new prompts.
+
+    With `concurrency` an engine runs at most its share of it. A worker receives as many groups as keep its engine full
+    to the end in the worst case: with G groups to complete and C requests at a time G - 1 + C, since G - 1 groups may
+    be whole and each of the others down to one request. Without it an RL step has `issue` x prompts_per_step groups of
+    `samples` x group_size responses.
+
+    A response that spans RL steps has the log-probs and versions of the policies that drew its tokens, so it is
+    off-policy. A group with a token of a policy more than `max_age` versions old is dropped, and its prompt comes again
+    at the end of its epoch. In the trace each RL step's part of a response is its own row, "abort" where it was cut; a
+    response cut before its first token has none.
+
+    With "restart" groups that are not whole lose their responses and wait until they are prompts_per_step, or until the
+    data has too few other prompts: an RL step then takes them alone, and runs to their end.
     """
 
     carries = "pending"
@@ -134,7 +168,7 @@ class PartialRollouts(Rollouts):
         dropped = [group for group in self._pending if self._too_old(group, tools.rl_step)]
         self._lengths.drop(dropped)
         self.order.again((group.samples[0].epoch, group.number) for group in dropped)
-        groups = [*current, *self._new_groups(current, tools.rl_step)]
+        groups, later = self._begun(current, tools.rl_step)
         unfinished = [group for group in groups if not group.whole]
         num_workers = self.recipe.rollout.num_workers
         shares = [unfinished[worker::num_workers] for worker in range(num_workers)]
@@ -152,20 +186,25 @@ class PartialRollouts(Rollouts):
         groups = [replace(g, samples=[by_key.get(t.key(tools.rl_step), t) for t in g.samples]) for g in groups]
         whole = self._trainable([group for group in groups if group.whole])
         trained_ids = {id(group) for group in whole}
-        self._pending = [group for group in groups if id(group) not in trained_ids]
+        left = [group for group in groups if id(group) not in trained_ids]
+        num_cut = sum(group.num_cut for group in groups)
+        if self.config.leftover == "restart":
+            self._lengths.restart(left)
+            left = [self._blank_group(group.number, group.samples[0].epoch) for group in left]
+        self._pending = [*later, *left]
         self._lengths.train(whole)
         num_aborted = sum(response.finish_reason == "abort" for response in responses.values())
         return Collected(
-            trajectories=[t for group in whole for t in group.samples],
-            groups=[n for n, group in enumerate(whole) for _ in group.samples],
+            trajectories=[t for group in whole for t in group.trained],
+            groups=[n for n, group in enumerate(whole) for _ in group.trained],
             requests=rounds.requests,
             parts=rounds.parts,
             epochs={t.key(tools.rl_step): t.epoch for group in groups for t in group.samples},
             rewards=rewards_by_key(by_key.values(), tools.rl_step),
             rollout_s=rounds.rollout_s,
             reward_s=time.perf_counter() - start,
-            notes=self._take_drop_notes() + self._notes(current, len(dropped), num_aborted),
-            figures=ages([t for group in whole for t in group.samples], tools.rl_step) | self._lengths.figures(),
+            notes=self._take_drop_notes() + self._notes(current, len(dropped), num_aborted, num_cut),
+            figures=ages([t for group in whole for t in group.trained], tools.rl_step) | self._lengths.figures(),
         )
 
     @property
@@ -180,26 +219,44 @@ class PartialRollouts(Rollouts):
         """Return the whole groups that this RL step trains on: all."""
         return whole
 
+    def _begun(self, pending: list[PartialGroup], rl_step: int) -> tuple[list[PartialGroup], list[PartialGroup]]:
+        """Return this RL step's groups, and those of the pending ones that wait for another."""
+        per_step = self.recipe.rollout.prompts_per_step
+        if self.config.leftover == "resume":
+            return [*pending, *self._new_groups(pending, rl_step)], []
+        if len(pending) < per_step <= len(self.prompts) - len(pending):
+            return self._draw_groups(len(pending) + ceil(self.config.issue * per_step), pending), pending
+        return [*pending[:per_step], *self._draw_groups(per_step, pending)], pending[per_step:]
+
     def _new_groups(self, pending: Sequence[PartialGroup], rl_step: int) -> list[PartialGroup]:
-        """Return as many new groups as keep every engine full until its last group is whole."""
+        """Return the new groups of an RL step: with a concurrency as many as keep engines full until it ends."""
         rollout = self.recipe.rollout
+        if self.config.concurrency is None:
+            return self._draw_groups(ceil(self.config.issue * rollout.prompts_per_step), pending)
         per_engine = -(-self.config.concurrency // rollout.num_workers)
         return self._draw_groups(rollout.prompts_per_step + rollout.num_workers * (per_engine - 1), pending)
 
     def _draw_groups(self, total: int, pending: Sequence[PartialGroup]) -> list[PartialGroup]:
         """Return new groups that fill `pending` up to `total`."""
         batch = self.order.take(max(total - len(pending), 0), exclude=[group.number for group in pending])
-        return [PartialGroup(number=number, samples=self._blank(number, epoch)) for epoch, number in batch]
+        return [self._blank_group(number, epoch, self.config.samples) for epoch, number in batch]
+
+    def _blank_group(self, number: int, epoch: int, samples: float = 1.0) -> PartialGroup:
+        needed = self.recipe.rollout.group_size
+        return PartialGroup(number=number, samples=self._blank(number, epoch, ceil(samples * needed)), needed=needed)
 
     def _requests(self, groups: Sequence[PartialGroup], rl_step: int) -> list[GenerationRequest]:
         """Return requests for the rest of `groups`: those with a prefix first."""
-        unfinished = [t for group in groups for t in group.samples if t.finish_reason is None]
-        unfinished.sort(key=lambda t: not t.token_ids)
-        return [t.request(rl_step, self.recipe.rollout.max_response_tokens) for t in unfinished]
+        unfinished = [(t, g) for g in groups for t in g.samples if t.finish_reason is None]
+        unfinished.sort(key=lambda each: not each[0].token_ids)
+        cap = self.recipe.rollout.max_response_tokens
+        return [replace(t.request(rl_step, cap), spare=len(g.samples) - g.needed) for t, g in unfinished]
 
-    def _notes(self, resumed: Sequence[PartialGroup], num_dropped: int, num_aborted: int) -> list[str]:
-        continued, cut = (sum(group.num_cut for group in groups) for groups in (resumed, self._pending))
-        note = f"{counted(continued, 'cut response')} continued, {cut} cut now, {num_aborted - cut} not begun"
+    def _notes(self, resumed: Sequence[PartialGroup], num_dropped: int, num_aborted: int, num_cut: int) -> list[str]:
+        if self.config.leftover == "restart":
+            return [f"{num_cut} responses cut, {counted(len(self._pending), 'prompt')} to begin anew"]
+        continued = sum(group.num_cut for group in resumed)
+        note = f"{counted(continued, 'cut response')} continued, {num_cut} cut now, {num_aborted - num_cut} not begun"
         if num_dropped:
             note += (
                 f"; {counted(num_dropped, 'group')} older than {counted(self.config.max_age or 0, 'RL step')} dropped"
@@ -220,6 +277,7 @@ class PartialRollouts(Rollouts):
                     "prompt_id": self.prompts[group.number].prompt_id,
                     "number": group.number,
                     "epoch": group.samples[0].epoch,
+                    "needed": group.needed,
                     "samples": [
                         {"finish_reason": s.finish_reason, "reward": s.reward, "terms": s.terms} for s in group.samples
                     ],
@@ -262,7 +320,8 @@ class PartialRollouts(Rollouts):
             longest = max((len(s.token_ids) for s in samples if s.finish_reason is None), default=0)
             if longest >= cap:
                 raise ConfigError(f"rollout.max_response_tokens = {cap} is below a response to continue, {longest}")
-            pending.append(PartialGroup(number=number, samples=samples))
+            # Earlier versions wrote none.
+            pending.append(PartialGroup(number=number, samples=samples, needed=group.get("needed", len(samples))))
         self._pending = pending
 
 

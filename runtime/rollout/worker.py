@@ -297,7 +297,7 @@ def engine_args(recipe: Recipe, *, cuda: bool) -> dict[str, Any]:
         rank = next(rank for rank in _LORA_RANKS if rank >= lora.rank)
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
     args |= rollout.vllm
-    if rollout.partial is not None:
+    if rollout.partial is not None and rollout.partial.concurrency is not None:
         args["max_num_seqs"] = ceil(rollout.partial.concurrency / rollout.num_workers)
     return args
 
@@ -315,11 +315,12 @@ def capture_bytes(recipe: Recipe) -> int:
 
 
 def enough(requests: Sequence[GenerationRequest], quota: int) -> Until:
-    """Return a stop test: `quota` prompts, and all `due` requests, are answered by the ended responses.
+    """Return a stop test: `quota` prompts, but for what they have to `spare`, and all `due` requests are answered.
 
     The test is for one rollout: its argument is a list of keys that grows.
     """
     num_left = Counter(request.key[:2] for request in requests)
+    num_left.subtract({request.key[:2]: request.spare for request in requests})
     due = {request.key for request in requests if request.due}
     num_counted = num_answered = 0
 

@@ -43,10 +43,10 @@ class SystemSizes(Sizes):
 
 
 FULL = SystemSizes(
-    model="tiny", workers=2, prompts_per_step=6, max_response_tokens=256, steps=5, warm_up_texts=128,
+    model="tiny", workers=2, prompts_per_step=4, max_response_tokens=256, steps=5, warm_up_texts=128,
     warm_up_updates=100,
 )  # fmt: skip
-FAST = replace(FULL, prompts_per_step=4, group_size=4, max_response_tokens=96, steps=4, warm_up_updates=20, heldout=32)
+FAST = replace(FULL, group_size=4, max_response_tokens=96, steps=4, warm_up_updates=20, heldout=32)
 
 
 def bench_systems(
@@ -163,7 +163,7 @@ TEXT: Text = (
         "why not: {why_not}",
     ),
     "predicted rollout seconds err by {error:.1%} in the median run, {error_at_speed:.1%} at the machine's speed; "
-    "seconds compare only where systems roll out the same work: not CoPRIS, SPEC-RL and AReaL",
+    "seconds compare only where systems roll out the same work: not partial rollouts, SPEC-RL, AReaL, DLER, BroRL",
     Table(
         "rewards",
         "held-out reward: {system}; over: {over}; difference: {difference:.3f}; seeds: {seeds}; "

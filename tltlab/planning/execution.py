@@ -11,7 +11,7 @@ from tltlab.policies.policy import Policy
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
-from .composition import Admission, EarlierEpoch, LadderStep, Regrouped, SharedBuffer, System, Truncated, strategies
+from .composition import Admission, LadderStep, SharedBuffer, System, Workload, strategies
 
 
 @frozen
@@ -19,18 +19,17 @@ class EngineRun:
     """Settings with which engines execute a system; what it does not have is None, 0 or False.
 
     `policy` decides on drafts. `drafts_by_network`: it needs a drafter with a network, which idle workers train where
-    `trains_drafter`. `in_flight` responses run at any time, as a multiple of those that an RL step trains; groups
-    begun more than `max_age` RL steps ago are dropped. `reuse` is the prefix of an earlier epoch, `staleness` the bound
-    on updates that a response may be behind. `own_gpus`: trainers and engines wait for each other on their own GPUs.
+    `trains_drafter`. `admission` decides what an RL step begins and leaves, `workload` what becomes of its responses,
+    `staleness` is the bound on updates that one may be behind. `own_gpus`: trainers and engines wait for each other on
+    their own GPUs.
     `notes` list where engines differ from the row.
     """
 
     policy: Policy
     drafts_by_network: bool
     trains_drafter: bool
-    in_flight: float | None = None
-    max_age: int | None = None
-    reuse: EarlierEpoch | None = None
+    admission: Admission | None = None
+    workload: Workload | None = None
     staleness: int = 0
     one_step_off: bool = False
     own_gpus: bool = False
@@ -45,11 +44,6 @@ def missing_part(system: System) -> str | None:
     >>> missing_part(SYSTEMS["rhymerl"])
     "no engine here has placement 'rank_groups'"
     """
-    match system.workload:
-        case Truncated(share=share):
-            return f"it is a workload: multiply rollout.max_response_tokens by {share:g}, with train.overlong = 'zero'"
-        case Regrouped(factor=factor):
-            return f"it is a workload: multiply rollout.group_size by {factor}, divide rollout.prompts_per_step by it"
     parts = " or ".join(_missing_parts(system))
     return f"no engine here has {parts}" if parts else None
 
@@ -63,16 +57,8 @@ def _missing_parts(system: System) -> Iterator[str]:
         yield "updates of the drafter while its engine decodes"
     if system.placement != "contiguous":
         yield f"placement {system.placement!r}"
-    match system.admission:
-        case SharedBuffer():
-            yield "one buffer from which every engine takes its next request"
-        case Admission() as admission:
-            if admission.issue != 1.0:
-                yield f"rollouts that begin {admission.issue:g} times the prompts that are trained"
-            if admission.samples != 1.0:
-                yield f"groups that begin {admission.samples:g} times the samples that are trained"
-            if admission.leftover == "restart":
-                yield "long rounds in which unfinished prompts begin anew"
+    if isinstance(system.admission, SharedBuffer):
+        yield "one buffer from which every engine takes its next request"
     if system.fused:
         yield "engines that compute log-probs once their responses have ended"
     if system.streamed:
@@ -112,13 +98,15 @@ def engine_run(system: System, costs: CostModel | None, head: str = "learned") -
         notes.append("an RL step trains whole groups, since an advantage needs all samples of a prompt")
     if asynchronous and admission.concurrency is not None:
         notes.append("rollout.vllm.max_num_seqs limits what runs at a time in an engine, not a multiple of the step")
+    early = None if asynchronous or admission == Admission() else admission
+    if early is not None:
+        notes.append("an engine stops once its own share of the prompts that are trained is whole")
     return EngineRun(
         policy=system.policy(chains, costs),
         drafts_by_network=network,
         trains_drafter=system.idle_use is not None,
-        in_flight=None if asynchronous else admission.concurrency,
-        max_age=admission.max_age,
-        reuse=system.workload if isinstance(system.workload, EarlierEpoch) else None,
+        admission=early,
+        workload=system.workload,
         staleness=admission.staleness or 0,
         one_step_off=one_step_off,
         own_gpus=system.topology == "separate" and not asynchronous and not one_step_off,

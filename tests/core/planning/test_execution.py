@@ -9,7 +9,7 @@ from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.load import load_costs
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.planning.composition import Admission, LadderStep, SharedBuffer, System
+from tltlab.planning.composition import Admission, LadderStep, Regrouped, SharedBuffer, System, Truncated
 from tltlab.planning.execution import engine_run, missing_part, network_drafter
 from tltlab.planning.systems import SYSTEMS
 
@@ -28,9 +28,13 @@ RUN = {
     "hedgespec": {"drafts_by_network": True},
     "seer-drafts": {},
     "histospec": {},
-    "copris": {"in_flight": 1.5},
-    "spec-rl": {"reuse": SYSTEMS["spec-rl"].workload},
-    "spec-rl-exact": {"reuse": SYSTEMS["spec-rl-exact"].workload},
+    "april": {"admission": SYSTEMS["april"].admission},
+    "copris": {"admission": Admission(concurrency=1.5)},
+    "rollpacker": {"admission": SYSTEMS["rollpacker"].admission},
+    "spec-rl": {"workload": SYSTEMS["spec-rl"].workload},
+    "spec-rl-exact": {"workload": SYSTEMS["spec-rl-exact"].workload},
+    "dler": {"workload": Truncated(share=0.125)},
+    "brorl": {"workload": Regrouped(factor=4)},
     "one-step-off": {"one_step_off": True},
     "areal": {"staleness": 4},
 }
@@ -43,10 +47,6 @@ LACK = {
     "rhymerl": ("placement 'rank_groups'",),
     "streamrl": ("placement 'two_pools'", "trainer that begins"),
     "streamrl-async": ("placement 'two_pools'", "trainer that begins"),
-    "april": ("1.5 times the prompts",),
-    "rollpacker": ("1.25 times the prompts", "1.25 times the samples", "anew"),
-    "dler": ("rollout.max_response_tokens", 0.125),
-    "brorl": ("rollout.group_size", 4),
 }
 """By system what is said of the parts that no engine has."""
 
@@ -78,7 +78,8 @@ def test_a_row_is_executed_by_its_values(name):
 @pytest.mark.parametrize(
     ("changes", "runs"),
     [
-        ({"admission": Admission(concurrency=2.0, max_age=3)}, {"in_flight": 2.0, "max_age": 3}),
+        ({"admission": Admission(issue=2.0, max_age=3)}, {"admission": Admission(issue=2.0, max_age=3)}),
+        ({"admission": Admission()}, {}),
         ({"admission": SharedBuffer()}, None),
         ({"placement": "longest_expected"}, None),
         ({"idle_use": SpotTraining()}, {"trains_drafter": True}),
@@ -95,7 +96,7 @@ def test_an_own_system_is_judged_by_parts(changes, runs):
     assert (missing_part(changed) is None) == (runs is not None)
     if runs is not None:
         run, plain = engine_run(changed, None), engine_run(own, None)
-        assert replace(run, policy=plain.policy) == replace(plain, **runs)
+        assert replace(run, policy=plain.policy, notes=()) == replace(plain, **runs)
 
 
 def test_trees_become_chains_with_a_note():

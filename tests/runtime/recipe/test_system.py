@@ -13,6 +13,7 @@ from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import load_policy
 from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe, resumed_recipe
+from tltlab.runtime.recipe.sections import PartialConfig
 
 RECIPE = """
 reward = "tltlab.runtime.rollout.rewards:math"
@@ -40,8 +41,12 @@ def recipe_file(tmp_path, monkeypatch, random_model):
 @pytest.mark.parametrize(
     ("system", "overrides", "decided"),
     [
-        ("copris", [], {"policy": "none", "max_draft_depth": 0, "partial": {"concurrency": 120, "max_age": None}}),
+        ("copris", [], {"policy": "none", "max_draft_depth": 0}),
         ("copris", ["rollout.partial.concurrency=120", "rollout.group_size=8"], {"max_draft_depth": 0}),
+        ("april", [], {"partial": PartialConfig(issue=1.5).model_dump()}),
+        ("rollpacker", ["train.correction=none"], {"max_draft_depth": 0, "workload": None}),
+        ("dler", ["rollout.max_response_tokens=80"], {"max_response_tokens": 10, "group_size": 8, "workload": "dler"}),
+        ("brorl", ["rollout.prompts_per_step=12"], {"prompts_per_step": 3, "group_size": 32, "workload": "brorl"}),
         ("spec-rl-exact", [], {"reuse": {"leniency": 1.0, "residual": "exact"}}),
         ("areal", [], {"staleness": 4, "one_step_off": False}),
         ("one-step-off", [], {"staleness": 0, "one_step_off": True}),
@@ -73,6 +78,13 @@ def test_a_system_over_a_recipe_decides(recipe_file, system, overrides, decided)
         (["copris", "rollout.policy=ngram:4"], ("rollout.policy", "ngram:4", "copris")),
         (["tlt", HEAD, "rollout.policy=none"], ("rollout.policy", "none", "tlt")),
         (["copris", "rollout.partial.concurrency=9"], ("rollout.partial", 9, "copris", 120)),
+        (["april", "train.correction=none"], ("rollout.partial", "train.correction")),
+        (["brorl"], ("brorl", "rollout.prompts_per_step", 10, 4)),
+        (["brorl", "rollout.group_size=500", "rollout.prompts_per_step=4"], ("brorl", "rollout.group_size", 500)),
+        (["verl", "rollout.partial.max_age=2"], ("concurrency", "issue", "samples")),
+        (["verl", 'rollout.partial={"concurrency":9,"leftover":"restart"}'], ("leftover", "restart")),
+        (["dler", "train.overlong=keep"], ("train.overlong", "keep", "dler", "zero")),
+        (["verl", "rollout.workload=dler"], ("rollout.workload", "dler", "rollout.system")),
         (["areal", "rollout.staleness=1"], ("rollout.staleness", 1, "areal", 4)),
         (["histospec", "rollout.max_draft_depth=8"], ("rollout.max_draft_depth", 8, "histospec", 16)),
         (["das", 'rollout.drafters={"suffix":{"kind":"suffix","window":3}}'], ("rollout.drafters.suffix", "das")),

@@ -34,9 +34,11 @@ def reward(trajectory):
     return num, (num + 1, -1.0)
 
 
-def made(max_age=None):
+def made(**partial):
     sizes = {"num_workers": WORKERS, "prompts_per_step": STEP_GROUPS, "group_size": GROUP, "max_response_tokens": CAP}
-    rollouts = ways(sizes | {"partial": {"concurrency": CONCURRENCY, "max_age": max_age}}, PROMPTS)
+    rollouts = ways(
+        sizes | {"partial": partial if "issue" in partial else {"concurrency": CONCURRENCY, **partial}}, PROMPTS
+    )
     return ScriptedEngines(WORKERS, length, CONCURRENCY // WORKERS), rollouts
 
 
@@ -91,6 +93,56 @@ def test_no_token_is_lost_between_rl_steps(twelve_steps):
             trained.add(slot)
 
 
+MORE = {"issue": 1.5, "samples": 1.5}
+ANEW = MORE | {"leftover": "restart"}
+
+
+@pytest.mark.parametrize("more", [MORE, ANEW])
+def test_more_is_begun_than_is_trained(more, tmp_path):
+    engines, rollouts = made(**more)
+    spans, behind, tokens, trained_tokens = Counter[int](), set(), 0, 0
+    for rl_step in range(12):
+        (got,) = run(engines, rollouts, [rl_step])
+        waited = behind if len(behind) >= STEP_GROUPS else set()
+        asked = {r.key[1] for share in engines.asked[-1] for r in share}
+        samples = Counter(r.key[1] for share in engines.asked[-1] for r in share)
+        trained = {t.prompt.prompt_id for t in got.trajectories}
+        assert set(Counter(got.groups).values()) == {GROUP}
+        assert len(trained) >= STEP_GROUPS
+        if more is ANEW and waited:
+            assert asked == trained <= behind
+            assert set(samples.values()) == {GROUP}
+        else:
+            assert len(asked) == 9
+            assert asked.isdisjoint(behind) or more is MORE
+        for t in got.trajectories:
+            assert len(t.token_ids) == min(length(t.prompt.prompt_id, t.sample), CAP)
+            spans[len(set(t.token_versions))] += 1
+        tokens += sum(len(r.token_ids) for part in got.parts for r in part.responses)
+        trained_tokens += sum(len(t.token_ids) for t in got.trajectories)
+        behind = {rollouts.prompts[n].prompt_id for n in rollouts.under_way}
+        assert behind >= asked - trained
+    wasted = got.figures["trained/wasted_tokens"]
+    if more is ANEW:
+        assert set(spans) == {1}, "on-policy"
+        assert tokens == trained_tokens + wasted
+    else:
+        assert max(spans) > 1
+        state = rollouts.state_dict(tmp_path)["pending"]
+        assert len(state) == len(behind)
+        assert 0 < wasted <= tokens - trained_tokens
+
+
+def test_few_prompts_begin_anew_before_they_are_a_step():
+    rollout = {"prompts_per_step": 3, "group_size": 2, "max_response_tokens": CAP, "partial": ANEW}
+    engines, rollouts, asked = ScriptedEngines(2, length), ways(rollout, 4), []
+    for rl_step in range(8):
+        (got,) = run(engines, rollouts, [rl_step])
+        asked.append(len({r.key[1] for share in engines.asked[-1] for r in share}))
+        assert len(set(got.groups)) >= 3
+    assert set(asked) == {3, 4}
+
+
 def test_engines_are_full_until_last_group_is_whole(twelve_steps):
     assert {n for running in twelve_steps[0].running for n in running} == {CONCURRENCY // WORKERS}
 
@@ -124,16 +176,16 @@ def test_groups_that_are_too_old_are_dropped():
     assert rollouts.order.state_dict()["again"], "dropped prompts come again in their epoch"
 
 
-@pytest.mark.parametrize("steps", [0, 1, 5])
-def test_a_resumed_run_continues_as_the_unbroken_one(tmp_path, steps):
-    engines, unbroken = made(max_age=3)
+@pytest.mark.parametrize(("steps", "how"), [(0, {"max_age": 3}), (5, {"max_age": 3}), (3, MORE), (3, ANEW), (4, ANEW)])
+def test_a_resumed_run_continues_as_the_unbroken_one(tmp_path, steps, how):
+    engines, unbroken = made(**how)
     expected = run(engines, unbroken, range(steps + 4))
-    engines, first = made(max_age=3)
+    engines, first = made(**how)
     run(engines, first, range(steps))
-    engines, second = made(max_age=3)
+    engines, second = made(**how)
     resumed(first, second, tmp_path)
     for got, wanted in zip(run(engines, second, range(steps, steps + 4)), expected[steps:], strict=True):
-        for name in ("trajectories", "notes", "requests", "rewards", "epochs"):
+        for name in ("trajectories", "notes", "requests", "rewards", "epochs", "figures"):
             assert getattr(got, name) == getattr(wanted, name)
 
 

@@ -180,11 +180,22 @@ def test_a_learning_run_resumes_with_replayed_decisions(learning, tmp_path):
     check_finished(again, learning)
 
 
-def test_a_systems_run_resumes_under_its_own_policy(recipe_file, tmp_path):
-    """DAS: drafts from a prompt's earlier responses, shared out by a budget that learns lengths."""
-    settings = ["rollout.prompts_per_step=32", "rollout.group_size=2", "rollout.num_workers=1"]
-    unbroken = whole_run(recipe_file, tmp_path / "whole", "rollout.system=das", *settings)
-    assert "suffix" in set(tltlab.read(unbroken / "trace").iterations["drafter"])
+@pytest.mark.parametrize(
+    ("system", "settings"),
+    [
+        # Drafts from a prompt's earlier responses, shared out by a budget that learns lengths.
+        ("das", ["rollout.prompts_per_step=32", "rollout.group_size=2", "rollout.num_workers=1"]),
+        ("april", ["rollout.group_size=2", "rollout.max_response_tokens=96"]),
+        ("rollpacker", ["rollout.group_size=4"]),
+    ],
+)
+def test_a_systems_run_resumes_as_its_own(recipe_file, tmp_path, system, settings):
+    unbroken = whole_run(recipe_file, tmp_path / "whole", f"rollout.system={system}", *settings)
+    trace = tltlab.read(unbroken / "trace")
+    if system == "das":
+        assert "suffix" in set(trace.iterations["drafter"])
+    else:
+        assert "abort" in set(trace.outcomes["finish_reason"])
     check_finished(resumed(killed(unbroken, tmp_path)), unbroken)
 
 
