@@ -13,15 +13,13 @@ from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
 from tltlab.own import is_own
 from tltlab.planning import placement as core
-from tltlab.planning.dispatch import Seconds, predicted_long, rank_groups, split_pools
-from tltlab.planning.placement import PlacedRequest, Placement, assign_least_loaded, collect, placed
+from tltlab.planning.dispatch import predicted_long
+from tltlab.planning.placement import PlacedRequest, Placement, collect, placed
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.requests import Requests
-from tltlab.strategy import NO_SPECULATION
 
 RANKER_RECALL = 0.87
 """Share of the longest fifth that StreamRL's ranker finds (arXiv 2504.15930, 7B)."""
-LONG_SHARE = 0.2
 EXPECTED = "longest_expected"
 """Placement by expected lengths, whose gain every answer has."""
 
@@ -75,13 +73,14 @@ def place_steps(
 ) -> tuple[list[list[int]], ...]:
     """The queues of RL steps that follow each other, see `place`; by default contiguous.
 
-    A placement of the user's own has the lengths of the steps before as its history; no other looks at them.
+    A placement of the user's own, and one by expected lengths that is not given by name, has the lengths of the steps
+    before as its history; no other looks at them.
     """
     rule, queues = find_placement(placement or "contiguous"), []
     history: dict[str, list[int]] = {}
     for step in steps:
         queues.append(place(step, workers, rule, costs, history))
-        if isinstance(rule, Placement) and is_own(rule):
+        if isinstance(rule, core.ByExpectedLength) or (isinstance(rule, Placement) and is_own(rule)):
             add_lengths(history, step)
     return tuple(queues)
 
@@ -91,22 +90,6 @@ def find_placement(source: str | Placement | type[Placement]) -> str | Placement
     if isinstance(source, str) and source in _CLAIRVOYANT:
         return source
     return core.load_placement(source, PLACEMENTS)
-
-
-def longest_first(lengths: Sequence[int], workers: int) -> list[list[int]]:
-    """By falling length, known or predicted, to the worker with the fewest tokens (LPT)."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    return assign_least_loaded(order, lengths, workers)
-
-
-def _longest_expected(requests: Requests, workers: int, costs: CostModel | None) -> list[list[int]]:
-    mean = _expected(requests)
-    return longest_first([int(mean[key[1]]) for key in requests.keys], workers)
-
-
-def _rank_groups(requests: Requests, workers: int, costs: CostModel | None) -> list[list[int]]:
-    expected = _expected(requests)
-    return collect(rank_groups([expected[key[1]] for key in requests.keys], workers, _token_s(costs)), workers)
 
 
 def _recorded(requests: Requests, workers: int, costs: CostModel | None) -> list[list[int]]:
@@ -120,13 +103,6 @@ def _recorded(requests: Requests, workers: int, costs: CostModel | None) -> list
     return collect(worker_of, workers)
 
 
-def _expected(requests: Requests) -> dict[str, float]:
-    """The mean response length of each prompt: what a perfect history or ranker of prompts knows."""
-    lengths: dict[str, list[int]] = {}
-    add_lengths(lengths, requests)
-    return {name: float(np.mean(group)) for name, group in lengths.items()}
-
-
 def add_lengths(lengths: dict[str, list[int]], requests: Requests) -> None:
     """Add the lengths of an RL step's responses to those of earlier ones, by prompt id."""
     responses = requests.whole()
@@ -134,42 +110,38 @@ def add_lengths(lengths: dict[str, list[int]], requests: Requests) -> None:
         lengths.setdefault(key[1], []).append(tokens)
 
 
-def _token_s(costs: CostModel | None) -> Seconds:
-    if costs is None:
-        raise ConfigError("this placement needs costs: two_pools and rank_groups split by the seconds of a token")
-    plain = costs.iteration(NO_SPECULATION)
-    return lambda batch, tokens: plain.seconds(batch, batch * tokens / 2)
+class _RankedPools(core.TwoPools):
+    """StreamRL's pools, whose ranker misses some of the long prompts."""
+
+    def long_prompts(self, expected: Mapping[str, float]) -> set[str]:
+        seeds = request_seeds(0, [(0, name, 0, 0) for name in expected])
+        draws = uniforms(seeds, np.zeros(len(seeds), np.int64), 1)[:, 0]
+        return predicted_long(
+            expected, core.LONG_SHARE, RANKER_RECALL, dict(zip(expected, draws.tolist(), strict=True))
+        )
 
 
-def _two_pools(requests: Requests, workers: int, costs: CostModel | None) -> list[list[int]]:
-    token_s = _token_s(costs)
-    if workers < 2:
-        return collect([0] * len(requests), workers)
-    expected = _expected(requests)
-    seeds = request_seeds(0, [(0, name, 0, 0) for name in expected])
-    draws = uniforms(seeds, np.zeros(len(seeds), np.int64), 1)[:, 0] if len(seeds) else np.zeros(0)
-    long_prompts = predicted_long(expected, LONG_SHARE, RANKER_RECALL, dict(zip(expected, draws.tolist(), strict=True)))
-    pools: list[list[int]] = [[], []]
-    for i in sorted(range(len(requests)), key=lambda i: -expected[requests.keys[i][1]]):
-        pools[requests.keys[i][1] not in long_prompts].append(i)
-    lengths = requests.lengths
-    # The ranker's pools are stood for by the 90th percentile of the long ones and the median of the others.
-    long_tokens = float(np.percentile(lengths[pools[0]], 90)) if pools[0] else 0.0
-    regular_tokens = float(np.median(lengths[pools[1]])) if pools[1] else 0.0
-    split = split_pools(len(pools[0]), len(pools[1]), long_tokens, regular_tokens, workers, token_s)
-    loads = [int(expected[key[1]]) for key in requests.keys]
-    queues: list[list[int]] = []
-    for pool, share in zip(pools, split, strict=True):
-        queues += assign_least_loaded(pool, loads, share) if share else []
-    return queues
+def _knowing(
+    made: Callable[[CostModel | None], Placement], needs_costs: bool
+) -> Callable[[Requests, int, CostModel | None], list[list[int]]]:
+    """A placement by expected lengths that knows the mean length of each prompt's responses in this RL step."""
+
+    def placing(requests: Requests, workers: int, costs: CostModel | None) -> list[list[int]]:
+        if needs_costs and costs is None:
+            raise ConfigError("this placement needs costs: two_pools and rank_groups split by the seconds of a token")
+        lengths: dict[str, list[int]] = {}
+        add_lengths(lengths, requests)
+        return placed(made(costs), _Workload(requests), workers, lengths)
+
+    return placing
 
 
 _CLAIRVOYANT: dict[str, Callable[[Requests, int, Any], list[list[int]]]] = {
-    "longest_first": lambda requests, workers, costs: longest_first(requests.response_tokens, workers),
-    "longest_expected": _longest_expected,
+    "longest_first": lambda requests, workers, costs: core.longest_first(requests.response_tokens, workers),
+    "longest_expected": _knowing(core.LongestExpected, False),
     "recorded": _recorded,
-    "two_pools": _two_pools,
-    "rank_groups": _rank_groups,
+    "two_pools": _knowing(_RankedPools, True),
+    "rank_groups": _knowing(core.RankGroups, True),
 }
 """Clairvoyant placements by name."""
 PLACEMENTS: tuple[str, ...] = (*core.PLACEMENTS, *_CLAIRVOYANT)

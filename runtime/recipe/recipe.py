@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from tltlab.config import WHOLE, json_or_text, leaves, section_of, settings_of, whole_text
+from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
 from tltlab.costs.profiles import find_model, profile_costs
 from tltlab.drafters.specs import LearnedSpec
@@ -60,7 +62,9 @@ def sections_of_system(recipe: Sections) -> dict[str, Any]:
         "one_step_off": run.one_step_off,
         "staleness": run.staleness,
     }
-    given = {name: getattr(rollout, name) for name in DECIDED if name in rollout.model_fields_set}
+    if run.placement != "contiguous":
+        decided["placement"] = run.placement
+    given = {name: getattr(rollout, name) for name in decided if name in rollout.model_fields_set}
     if given.get("max_draft_depth", 0) >= depth:
         # An engine built for deeper drafts serves as well.
         decided |= {name: value for name, value in given.items() if name == "max_draft_depth"}
@@ -105,15 +109,20 @@ def _partial(run: EngineRun, responses: int) -> PartialConfig | None:
 
 def engine_run_of(recipe: Sections) -> EngineRun:
     """Return the settings that execute the recipe's system; ConfigError as `engine_run`."""
-    system, cluster, costs = find_system(str(recipe.rollout.system)), recipe.cluster, None
-    if system.budget is not None and not cluster.gpus_per_node:
-        costs = load_costs("cpu-small")
-    elif system.budget is not None:
-        if cluster.gpu is None:
-            raise ConfigError(f"{system.name} needs the cost of a pass on a GPU: name the GPU, cluster.gpu")
-        model = find_model(recipe.model)
-        costs = profile_costs(None, cluster.gpu, model, recipe.rollout.tensor_parallel_size)
+    system, costs = find_system(str(recipe.rollout.system)), None
+    if system.budget is not None and (costs := _costs(recipe)) is None:
+        raise ConfigError(f"{system.name} needs the cost of a pass on a GPU: name the GPU, cluster.gpu")
     return engine_run(system, costs, _head(recipe) or "learned")
+
+
+def _costs(recipe: Sections) -> CostModel | None:
+    """Return an engine's costs on this cluster, None on an unnamed GPU."""
+    cluster = recipe.cluster
+    if not cluster.gpus_per_node:
+        return load_costs("cpu-small")
+    if cluster.gpu is None:
+        return None
+    return profile_costs(None, cluster.gpu, find_model(recipe.model), recipe.rollout.tensor_parallel_size)
 
 
 def system_settings(recipe: Sections) -> tuple[dict[str, Any] | None, list[str]]:
@@ -121,7 +130,7 @@ def system_settings(recipe: Sections) -> tuple[dict[str, Any] | None, list[str]]
     if recipe.rollout.system is None:
         return None, []
     system, run = find_system(recipe.rollout.system), engine_run_of(recipe)
-    decided = set(DECIDED) - {"policy"}
+    decided = {*DECIDED, "placement"} - {"policy"}
     if recipe.rollout.workload is not None:
         decided |= {"max_response_tokens", "prompts_per_step", "group_size"}
     rollout = recipe.rollout.model_dump(include=decided, exclude_defaults=True)
@@ -158,7 +167,9 @@ def _missing(recipe: Sections, run: EngineRun) -> Iterator[str]:
         yield f"{name} drafts with a trained head: add a [drafter] with its drafter.checkpoint"
     elif run.drafts_by_network and not run.trains_drafter and drafter is not None and not drafter.pretrained:
         yield f"{name} drafts with a head that the run does not train: give drafter.checkpoint"
-    if run.own_gpus and not (recipe.cluster.gpus_per_node and recipe.cluster.placement == "separate"):
+    # On a CPU a placement is all that is left of a system with GPUs of the trainers' own.
+    devices = recipe.cluster.gpus_per_node or run.placement != "contiguous"
+    if run.own_gpus and not (devices and recipe.cluster.placement == "separate"):
         yield f"{name} needs GPUs of the trainers' own: set cluster.gpus_per_node and cluster.placement = 'separate'"
 
 
@@ -211,9 +222,18 @@ class Recipe(Sections):
             return load_policy(self.rollout.policy)
 
     def read_placement(self) -> Placement:
-        """Load the rollouts' placement, its module searched in `code` too. ConfigError as `load_placement`."""
+        """Load the rollouts' placement, its module searched in `code` too. ConfigError as `load_placement`.
+
+        One by expected lengths has the costs of an engine on the cluster's GPU where model and GPU are known.
+        """
+
+        def costs() -> CostModel | None:
+            with suppress(ConfigError):
+                return _costs(self)
+            return None
+
         with found_in(self.code):
-            return load_placement(self.rollout.placement)
+            return load_placement(self.rollout.placement, costs=costs)
 
     @model_validator(mode="after")
     def _check_rules(self) -> Recipe:

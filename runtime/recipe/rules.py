@@ -213,7 +213,7 @@ _APART = (
     (("rollout.environment",), ("rollout.partial", "rollout.reuse", "rollout.staleness"), "turns cannot be cut"),
     (("rollout.reuse",), ("train.sampling_rounds",), "choose one"),
     (("rollout.reuse",), ("rollout.stop",), "a prefix that is reused is not searched for stop strings"),
-    (("rollout.placement",), ("rollout.partial", *_AHEAD), "only whole rollouts can be placed"),
+    (("rollout.placement",), _CUTS, "only whole rollouts can be placed"),
     (("rollout.partial", *_AHEAD), ("train.correction",), "off-policy training needs a correction"),
     (_AHEAD, ("cluster.placement",), "engines need separate devices, 'separate'"),
     (_AHEAD, ("rollout.partial", "[drafter]"), "they need rollouts between two updates"),

@@ -161,8 +161,9 @@ class EnvironmentConfig(FiniteModel):
 class RolloutConfig(FiniteModel):
     """`num_workers` engines share each step's `prompts_per_step` x `group_size` responses, split by `placement`.
 
-    `placement` is contiguous (in order), round_robin, least_loaded or a class, `package.module:Class`, which receives
-    the lengths of earlier RL steps (`tltlab.planning.placement`); the simulator's clairvoyant ones cannot run here.
+    `placement` is contiguous (in order), round_robin, least_loaded, by lengths of the epoch before longest_expected,
+    rank_groups (RhymeRL) or two_pools (StreamRL), or a class, `package.module:Class`, which receives the lengths of
+    earlier RL steps (`tltlab.planning.placement`); the simulator's clairvoyant ones cannot run here.
 
     Tokens are drawn at `temperature` from the `top_k` likeliest (0: from all), the least set of them that has `top_p`
     of the mass, and those of at least `min_p` times the likeliest one's; responses end at `max_response_tokens`.
@@ -188,9 +189,9 @@ class RolloutConfig(FiniteModel):
     drafts or other drafters.
 
     `system` is a row of `tltlab.planning.systems`, such as copris: its parts decide `policy`, `max_draft_depth`,
-    `partial`, `reuse`, `one_step_off`, `staleness` and `drafter.schedule.kind`. dler shortens `max_response_tokens`,
-    and brorl has more samples of fewer prompts than the recipe. A run writes as `workload` the system whose sizes its
-    recipe has already.
+    `partial`, `reuse`, `one_step_off`, `staleness`, `drafter.schedule.kind`, and of some `placement`. dler shortens
+    `max_response_tokens`, and brorl has more samples of fewer prompts than the recipe. A run writes as `workload` the
+    system whose sizes its recipe has already.
     """
 
     num_workers: Count = 2

@@ -12,6 +12,7 @@ from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from .composition import Admission, LadderStep, SharedBuffer, System, Workload, strategies
+from .placement import BY_HISTORY, PLACEMENTS
 
 
 @frozen
@@ -21,7 +22,7 @@ class EngineRun:
     `policy` decides on drafts. `drafts_by_network`: it needs a drafter with a network, which idle workers train where
     `trains_drafter`. `admission` decides what an RL step begins and leaves, `workload` what becomes of its responses,
     `staleness` is the bound on updates that one may be behind. `own_gpus`: trainers and engines wait for each other on
-    their own GPUs.
+    their own GPUs. `placement` is by name; those by expected lengths read earlier epochs.
     `notes` list where engines differ from the row.
     """
 
@@ -33,6 +34,7 @@ class EngineRun:
     staleness: int = 0
     one_step_off: bool = False
     own_gpus: bool = False
+    placement: str = "contiguous"
     notes: tuple[str, ...] = ()
 
 
@@ -41,8 +43,8 @@ def missing_part(system: System) -> str | None:
 
     >>> from tltlab.planning.systems import SYSTEMS
     >>> missing_part(SYSTEMS["copris"])
-    >>> missing_part(SYSTEMS["rhymerl"])
-    "no engine here has placement 'rank_groups'"
+    >>> missing_part(SYSTEMS["rlhfuse"])
+    'no engine here has engines that compute log-probs once their responses have ended'
     """
     parts = " or ".join(_missing_parts(system))
     return f"no engine here has {parts}" if parts else None
@@ -55,14 +57,12 @@ def _missing_parts(system: System) -> Iterator[str]:
         yield "drafts from the first layers of the target"
     if system.online_updates:
         yield "updates of the drafter while its engine decodes"
-    if system.placement != "contiguous":
+    if system.placement not in (*PLACEMENTS, *BY_HISTORY):
         yield f"placement {system.placement!r}"
     if isinstance(system.admission, SharedBuffer):
         yield "one buffer from which every engine takes its next request"
     if system.fused:
         yield "engines that compute log-probs once their responses have ended"
-    if system.streamed:
-        yield "a trainer that begins during the rollout"
 
 
 def network_drafter(system: System) -> bool:
@@ -98,6 +98,10 @@ def engine_run(system: System, costs: CostModel | None, head: str = "learned") -
         notes.append("an RL step trains whole groups, since an advantage needs all samples of a prompt")
     if asynchronous and admission.concurrency is not None:
         notes.append("rollout.vllm.max_num_seqs limits what runs at a time in an engine, not a multiple of the step")
+    if system.placement in BY_HISTORY:
+        notes.append("lengths are expected from a prompt's responses of the epoch before; the first one is contiguous")
+    if system.streamed:
+        notes.append("training begins when the rollout has ended: no trainer here begins during it")
     early = None if asynchronous or admission == Admission() else admission
     if early is not None:
         notes.append("an engine stops once its own share of the prompts that are trained is whole")
@@ -110,5 +114,6 @@ def engine_run(system: System, costs: CostModel | None, head: str = "learned") -
         staleness=admission.staleness or 0,
         one_step_off=one_step_off,
         own_gpus=system.topology == "separate" and not asynchronous and not one_step_off,
+        placement=system.placement,
         notes=tuple(notes),
     )

@@ -1,21 +1,31 @@
 """Placement: which worker gets which requests of a rollout, and in which order they begin there.
 
-The simulator and the workers of a training run both call `Placement.place`. Clairvoyant placements (`longest_first`,
-`two_pools`, ...) exist only in the simulator (`tltlab.sim.placement`).
+The simulator and the workers of a training run both call `Placement.place`. Placements by expected lengths
+(`BY_HISTORY`) know in a run what earlier epochs have shown, and in the simulator what the RL step itself will show;
+those that know each response (`longest_first`, `recorded`) exist only there (`tltlab.sim.placement`).
 """
 
 from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.own import OwnPart, from_user, raised
+from tltlab.strategy import NO_SPECULATION
+
+from .dispatch import Seconds, predicted_long, rank_groups, split_pools
 
 Key = tuple[int, str, int, int]
 Queues = list[list[int]]
+LONG_SHARE = 0.2
+"""Share of the prompts that StreamRL takes for long (arXiv 2504.15930)."""
 
 
 class PlacedRequest(NamedTuple):
@@ -80,6 +90,101 @@ PLACEMENTS: dict[str, Placement] = {
 """Placements that need no more than is known beforehand, by name."""
 
 
+def token_seconds(costs: CostModel | None) -> Seconds:
+    """Seconds per token of plain decoding; without costs a request more takes a hundredth of a batch of one.
+
+    >>> token_seconds(None)(100, 500.0) / token_seconds(None)(0, 500.0)
+    2.0
+    """
+    if costs is None:
+        return lambda batch, tokens: 1.0 + batch / 100
+    plain = costs.iteration(NO_SPECULATION)
+    return lambda batch, tokens: plain.seconds(batch, batch * tokens / 2)
+
+
+class ByExpectedLength(Placement):
+    """A placement that knows the mean length of a prompt's newest responses, as many as it now has requests.
+
+    A prompt of which nothing is known is expected to be as long as those around it; where nothing is known of any, as
+    in a run's first epoch, the split is contiguous.
+    """
+
+    def __init__(self, costs: CostModel | None = None) -> None:
+        self._token_s = token_seconds(costs)
+
+    def place(self, workload: Sequence[PlacedRequest], workers: int, history: Mapping[str, Sequence[int]]) -> Queues:
+        names = [request.key[1] for request in workload]
+        counts = Counter(names)
+        known = {name: history[name][-count:] for name, count in counts.items() if history.get(name)}
+        if not known:
+            return Contiguous().place(workload, workers, history)
+        means = {name: float(np.mean(lengths)) for name, lengths in known.items()}
+        return self.split(names, dict.fromkeys(names, float(np.mean(list(means.values())))) | means, known, workers)
+
+    @abstractmethod
+    def split(
+        self, names: Sequence[str], expected: Mapping[str, float], known: Mapping[str, Sequence[int]], workers: int
+    ) -> Queues:
+        """Return the queues of requests by their prompts' `names`, expected tokens and `known` lengths."""
+
+
+class LongestExpected(ByExpectedLength):
+    """By falling expected length, each to the worker with the fewest tokens (LPT)."""
+
+    def split(
+        self, names: Sequence[str], expected: Mapping[str, float], known: Mapping[str, Sequence[int]], workers: int
+    ) -> Queues:
+        return longest_first([int(expected[name]) for name in names], workers)
+
+
+class RankGroups(ByExpectedLength):
+    """RhymeRL's rank groups of requests (`dispatch.rank_groups`)."""
+
+    def split(
+        self, names: Sequence[str], expected: Mapping[str, float], known: Mapping[str, Sequence[int]], workers: int
+    ) -> Queues:
+        return collect(rank_groups([expected[name] for name in names], workers, self._token_s), workers)
+
+
+class TwoPools(ByExpectedLength):
+    """StreamRL's split: workers of their own for the longest fifth of the prompts, as many as `split_pools` finds.
+
+    A pool is stood for by the 90th percentile of the long prompts' known lengths and the median of the others'. Its
+    requests go by falling expected length to its least loaded worker.
+    """
+
+    def split(
+        self, names: Sequence[str], expected: Mapping[str, float], known: Mapping[str, Sequence[int]], workers: int
+    ) -> Queues:
+        if workers < 2:
+            return collect([0] * len(names), workers)
+        long, pools = self.long_prompts(expected), ([], [])  # type: tuple[set[str], tuple[list[int], list[int]]]
+        for i in sorted(range(len(names)), key=lambda i: -expected[names[i]]):
+            pools[names[i] not in long].append(i)
+        stands = []
+        for pool, rank in zip(pools, (90, 50), strict=True):
+            lengths = [n for name in {names[i]: None for i in pool} for n in known.get(name, (expected[name],))]
+            stands.append(float(np.percentile(lengths, rank)) if lengths else 0.0)
+        shares = split_pools(len(pools[0]), len(pools[1]), stands[0], stands[1], workers, self._token_s)
+        loads = [int(expected[name]) for name in names]
+        queues: Queues = []
+        for pool, share in zip(pools, shares, strict=True):
+            queues += assign_least_loaded(pool, loads, share) if share else []
+        return queues
+
+    def long_prompts(self, expected: Mapping[str, float]) -> set[str]:
+        """The prompts that are taken for long, by their expected tokens."""
+        return predicted_long(expected, LONG_SHARE, 1.0, dict.fromkeys(expected, 0.0))
+
+
+BY_HISTORY: dict[str, Callable[[CostModel | None], Placement]] = {
+    "longest_expected": LongestExpected,
+    "two_pools": TwoPools,
+    "rank_groups": RankGroups,
+}
+"""Placements by expected lengths, by name, made from the costs of an engine where these are known."""
+
+
 class OwnPlacement(OwnPart):
     """A placement class of the user's own."""
 
@@ -88,16 +193,23 @@ class OwnPlacement(OwnPart):
     contract = "check_placement"
 
 
-def load_placement(source: str | Placement | type[Placement], names: Iterable[str] = PLACEMENTS) -> Placement:
-    """Return a placement from itself, a name in `PLACEMENTS`, a class, or `module:Class(key=value,...)`.
+def load_placement(
+    source: str | Placement | type[Placement],
+    names: Iterable[str] = (*PLACEMENTS, *BY_HISTORY),
+    costs: Callable[[], CostModel | None] = lambda: None,
+) -> Placement:
+    """Return a placement from itself, a name, a class, or `module:Class(key=value,...)`.
 
-    ConfigError for another source; the message lists `names`.
+    Names are those in `PLACEMENTS`, and in `BY_HISTORY`, which take the `costs`. ConfigError for another source; the
+    message lists `names`.
 
     >>> load_placement("round_robin").place([PlacedRequest((0, "p", i, 0), 8, 64) for i in range(3)], 2, {})
     [[0, 2], [1]]
     """
     if isinstance(source, str) and source in PLACEMENTS:
         return PLACEMENTS[source]
+    if isinstance(source, str) and source in BY_HISTORY:
+        return BY_HISTORY[source](costs())
     own: Placement | None = OwnPlacement.resolve(source)
     if own is None:
         near = did_you_mean(str(source), names)
@@ -129,6 +241,12 @@ def collect(worker_of: Sequence[int], workers: int) -> Queues:
     for request, worker in enumerate(worker_of):
         queues[worker].append(request)
     return queues
+
+
+def longest_first(lengths: Sequence[int], workers: int) -> Queues:
+    """By falling length, known or predicted, to the worker with the fewest tokens (LPT)."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    return assign_least_loaded(order, lengths, workers)
 
 
 def assign_least_loaded(order: Iterable[int], loads: Sequence[float], workers: int) -> Queues:

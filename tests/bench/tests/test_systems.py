@@ -47,8 +47,8 @@ def test_other_rounds_name_the_best_fixed_policy():
 
 
 def test_systems_and_folders_are_checked_before_an_engine(tmp_path):
-    with refused(ConfigError, naming=("rhymerl", "rank_groups")):
-        bench_systems(["rhymerl"], FULL, model=None, out=tmp_path, seed=0, progress=quiet)
+    with refused(ConfigError, naming=("rlhfuse", "log-probs")):
+        bench_systems(["rlhfuse"], FULL, model=None, out=tmp_path, seed=0, progress=quiet)
     (tmp_path / "runs").mkdir()
     with refused(ConfigError, naming=("runs", "--out")):
         bench_systems(["verl"], FULL, model=None, out=tmp_path, seed=0, progress=quiet)
@@ -115,10 +115,10 @@ def test_what_cannot_run_is_named_beside_what_ran(tmp_path):
     size = Size(hidden=64, layers=1, mlp=64, steps=40, measured_prompts=2, samples_per_prompt=2)
     model = made_model(tmp_path / "model", quiet, size=size)
     sizes = replace(FAST, steps=3, max_response_tokens=32, heldout=4)
-    names = ["rhymerl", "open-r1", "verl"]
+    names = ["rlhfuse", "open-r1", "verl"]
     found = bench_systems(names, sizes, model=model, out=tmp_path / "out", seed=0, progress=quiet)
     rows = {row["system"]: row for row in found["rows"]}
-    assert "rank_groups" in rows["rhymerl"]["why_not"]
+    assert "log-probs" in rows["rlhfuse"]["why_not"]
     assert "cluster.gpus_per_node" in rows["open-r1"]["why_not"]
     assert rows["verl"]["why_not"] is None
     assert all(rows["verl"][figure] > 0 for figure in ("rollout_s", "predicted_s", "tokens_per_s", "step_s"))

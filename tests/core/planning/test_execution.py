@@ -35,6 +35,9 @@ RUN = {
     "spec-rl-exact": {"workload": SYSTEMS["spec-rl-exact"].workload},
     "dler": {"workload": Truncated(share=0.125)},
     "brorl": {"workload": Regrouped(factor=4)},
+    "rhymerl": {"one_step_off": True, "placement": "rank_groups"},
+    "streamrl": {"own_gpus": True, "placement": "two_pools"},
+    "streamrl-async": {"one_step_off": True, "placement": "two_pools"},
     "one-step-off": {"one_step_off": True},
     "areal": {"staleness": 4},
 }
@@ -44,9 +47,6 @@ LACK = {
     "diffuspec": ("block in one pass",),
     "seer": ("one buffer",),
     "rlhfuse": ("log-probs",),
-    "rhymerl": ("placement 'rank_groups'",),
-    "streamrl": ("placement 'two_pools'", "trainer that begins"),
-    "streamrl-async": ("placement 'two_pools'", "trainer that begins"),
 }
 """By system what is said of the parts that no engine has."""
 
@@ -81,7 +81,7 @@ def test_a_row_is_executed_by_its_values(name):
         ({"admission": Admission(issue=2.0, max_age=3)}, {"admission": Admission(issue=2.0, max_age=3)}),
         ({"admission": Admission()}, {}),
         ({"admission": SharedBuffer()}, None),
-        ({"placement": "longest_expected"}, None),
+        ({"placement": "recorded"}, None),
         ({"idle_use": SpotTraining()}, {"trains_drafter": True}),
         ({"name": "seer"}, {}),
     ],
@@ -97,6 +97,12 @@ def test_an_own_system_is_judged_by_parts(changes, runs):
     if runs is not None:
         run, plain = engine_run(changed, None), engine_run(own, None)
         assert replace(run, policy=plain.policy, notes=()) == replace(plain, **runs)
+
+
+def test_what_engines_leave_out_is_a_note():
+    (of_lengths, of_trainer) = engine_run(SYSTEMS["streamrl"], None).notes
+    assert "epoch before" in of_lengths
+    assert "no trainer here begins during it" in of_trainer
 
 
 def test_trees_become_chains_with_a_note():

@@ -56,6 +56,9 @@ def recipe_file(tmp_path, monkeypatch, random_model):
         ("tlt", [HEAD], {"policy": "system", "max_draft_depth": 8, "schedule": "always"}),
         ("vllm-static", [HEAD], {"max_draft_depth": 3, "schedule": "never"}),
         ("open-r1", [GPUS], {"policy": "none"}),
+        ("rhymerl", ["rollout.placement=rank_groups"], {"one_step_off": True, "placement": "rank_groups"}),
+        ("streamrl", [], {"one_step_off": False, "placement": "two_pools"}),
+        ("das", ["rollout.placement=round_robin"], {"placement": "round_robin"}),
     ],
 )
 def test_a_system_over_a_recipe_decides(recipe_file, system, overrides, decided):
@@ -93,6 +96,8 @@ def test_a_system_over_a_recipe_decides(recipe_file, system, overrides, decided)
         (["vllm-static"], ("vllm-static", "[drafter]")),
         (["vllm-static", "drafter={}"], ("vllm-static", "drafter.checkpoint")),
         (["tlt", HEAD, "drafter.schedule.kind=gated"], ("drafter.schedule.kind", "gated", "tlt", "always")),
+        (["streamrl", "rollout.placement=round_robin"], ("rollout.placement", "round_robin", "two_pools")),
+        (["streamrl", 'cluster={"placement":"colocated"}'], ("streamrl", "cluster.placement")),
         (["open-r1"], ("open-r1", "cluster.gpus_per_node", "cluster.placement")),
         (["areal", HEAD], ("rollout.staleness", "[drafter]")),
     ],

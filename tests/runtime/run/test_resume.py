@@ -36,6 +36,8 @@ COMMON = [
     "eval.num_prompts=0",
 ]
 
+EPOCH_A_STEP = ["rollout.prompts_per_step=32", "rollout.group_size=2"]
+
 
 def whole_run(recipe_file, out, *overrides):
     train(load_recipe(recipe_file, [*COMMON, *overrides]), out)
@@ -184,7 +186,9 @@ def test_a_learning_run_resumes_with_replayed_decisions(learning, tmp_path):
     ("system", "settings"),
     [
         # Drafts from a prompt's earlier responses, shared out by a budget that learns lengths.
-        ("das", ["rollout.prompts_per_step=32", "rollout.group_size=2", "rollout.num_workers=1"]),
+        ("das", [*EPOCH_A_STEP, "rollout.num_workers=1"]),
+        ("rhymerl", EPOCH_A_STEP),
+        ("streamrl", EPOCH_A_STEP),
         ("april", ["rollout.group_size=2", "rollout.max_response_tokens=96"]),
         ("rollpacker", ["rollout.group_size=4"]),
     ],
@@ -192,9 +196,12 @@ def test_a_learning_run_resumes_with_replayed_decisions(learning, tmp_path):
 def test_a_systems_run_resumes_as_its_own(recipe_file, tmp_path, system, settings):
     unbroken = whole_run(recipe_file, tmp_path / "whole", f"rollout.system={system}", *settings)
     trace = tltlab.read(unbroken / "trace")
-    if system == "das":
+    shares = trace.outcomes.groupby("rl_step")["worker"].sum().tolist()
+    if system in ("das", "rhymerl"):
         assert "suffix" in set(trace.iterations["drafter"])
-    else:
+    if system in ("rhymerl", "streamrl"):
+        assert shares[0] == 32 != shares[-1], "the first is contiguous, the last by lengths"
+    if system in ("april", "rollpacker"):
         assert "abort" in set(trace.outcomes["finish_reason"])
     check_finished(resumed(killed(unbroken, tmp_path)), unbroken)
 
