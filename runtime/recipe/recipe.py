@@ -399,12 +399,13 @@ def _fault(fault: ErrorDetails) -> str:
 
 def fields_at(place: Sequence[int | str]) -> dict[str, FieldInfo]:
     """Return the fields of a section of recipes, all sections where `place` is empty; none for no section."""
-    section: type[BaseModel] | None = Recipe
+    section: type[BaseModel] = Recipe
     for name in place:
         field = section.model_fields.get(str(name))
-        section = None if field is None else section_of(field)
-        if section is None:
+        inner = None if field is None else section_of(field)
+        if inner is None:
             return {}
+        section = inner
     return dict(section.model_fields)
 
 

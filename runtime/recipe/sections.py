@@ -1,5 +1,7 @@
 """Sections of recipes, each validated by itself."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping
 from math import isfinite
