@@ -35,12 +35,13 @@ from tltlab.traces.trace import Trace
 from .study import Cell, Study, makespans_of
 
 LEVEL = 0.9
-Source = Literal["costs", "acceptance", "engine", "lengths"]
+Source = Literal["costs", "acceptance", "engine", "lengths", "responses"]
 WORDS: dict[Source, str] = {
     "costs": "cost-model error",
     "acceptance": "acceptance",
     "engine": "choice of engine",
     "lengths": "response lengths",
+    "responses": "responses per RL step",
 }
 UNMEASURED, FITTED = 0.7, 0.3
 """Errors of speed-ups and of seconds, as factors less 1, where the costs state none: without data behind them, and of
@@ -95,6 +96,10 @@ class Band:
     def loses(self) -> bool:
         """True if a slowdown is within the range."""
         return self.low < 1.0
+
+    def with_ends(self, name: Source, speed_ups: Sequence[float]) -> Band:
+        """The band where an input makes the estimate one of these speed-ups at the ends of its range."""
+        return replace(self, effects={**self.effects, name: effect(self.estimate, speed_ups)})
 
     def ends_json(self) -> dict[str, float]:
         """The speed-up and its range."""

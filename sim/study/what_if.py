@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +25,7 @@ from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
 from tltlab.importers.rows import Reading
 from tltlab.importers.sources import Format, Imported, TraceSource, read_lengths
-from tltlab.importers.step_metrics import SEVERAL_TURNS
+from tltlab.importers.step_metrics import ASSUMED_RESPONSES, DEFAULT_RESPONSES, SEVERAL_TURNS
 from tltlab.options import Option
 from tltlab.planning.composition import System
 from tltlab.planning.system_binding import BoundSystem
@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 
 LEAST, MOST = 0.5, 0.85
 """Acceptance values that are also tried where none was measured."""
+COUNTS = (16, 2048)
+"""Responses per RL step that are also tried where nothing states their number."""
 WITHOUT_TRAINING, WITH_TRAINING = "without_training", "with_training"
 
 
@@ -68,7 +70,8 @@ class Answer(SpeedUp):
     """The best table of one drafter, and its speed-up over plain decoding.
 
     `placement_gain` is the rollout's time over that under a placement by expected lengths, `gather_gain` that under the
-    planner `gather` (1 where none can be simulated), `accept` the chance that a
+    planner `gather` (1 where none can be simulated), `by_responses` the speed-up of the rollout at other numbers of
+    responses per RL step, where that is assumed, `accept` the chance that a
     drafted token is accepted, None where it is not the same for all, and `acceptance` what was granted in words.
     """
 
@@ -80,6 +83,7 @@ class Answer(SpeedUp):
     gather_gain: float
     accept: float | None
     acceptance: Mapping[str, str]
+    by_responses: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def rows(self) -> tuple[Any, ...]:
@@ -302,6 +306,9 @@ class WhatIf:
             effect = f"with {' or '.join(evidence.other_engines)} rollout {ends[0]:.2f}x to {ends[1]:.2f}x"
             version = profiles().engines[evidence.engine].versions
             rows.append({"what": "engine", "value": f"{evidence.engine} ({version})", "effect": effect})
+        if others := self.best.by_responses:
+            effect = ", ".join(f"with {num} rollout {ratio:.2f}x" for num, ratio in others.items())
+            rows.append({"what": "responses per RL step", "value": str(DEFAULT_RESPONSES), "effect": effect})
         for answer in self.answers:
             for drafter, text in answer.acceptance.items():
                 if f"({DEFAULT}" in text:
@@ -545,8 +552,8 @@ def what_if(
     >>> what_if([200] * 500 + [4000] * 12, gpus="8xH100", model="Qwen2.5-7B").verdict  # doctest: +SKIP
     """
     started = time.perf_counter()
-    of_reading = {field.name for field in fields(Reading)} & settings.keys()
-    check_keywords(settings, [field.name for field in (*fields(config), *fields(Reading))], what_if)
+    of_reading = {each.name for each in fields(Reading)} & settings.keys()
+    check_keywords(settings, [each.name for each in (*fields(config), *fields(Reading))], what_if)
     reading = replace(reading, **{name: settings.pop(name) for name in of_reading})
     source = read_lengths(lengths, reading, form)
     trace = source.trace
@@ -562,6 +569,10 @@ def what_if(
         systems=compared_with if verl in compared_with else [verl, *compared_with], block=decision_interval(trace),
     )  # fmt: skip
     found = logged.scenarios.answer(ask.answer, ask.is_enough)
+    if any(note.endswith(ASSUMED_RESPONSES) for note in source.notes):
+        others = {num: read_lengths(lengths, replace(reading, responses=num), form).trace for num in COUNTS}
+        runs = {num: LoggedRun.of(Scenarios(other, config)) for num, other in others.items()}
+        found = replace(found, answers=tuple(ask.at_counts(found, answer, runs) for answer in found.answers))
     training = drafter_training(trace, found.scenario)
     return replace(found, training=training, wall_s=time.perf_counter() - started)
 
@@ -665,6 +676,28 @@ class _Question:
             gather_gain=float(own.rollout_s.sum() / times.get(f"{name} gather", own).rollout_s.sum()),
             accept=self._chance(name), acceptance=scenario.granted([*scenario.covered_chains([name])[0]])["acceptance"],
         )  # fmt: skip
+
+    def at_counts(self, found: WhatIf, answer: Answer, runs: Mapping[int, LoggedRun]) -> Answer:
+        """The answer with the ranges that other numbers of responses per RL step make, each with its best table."""
+        rl_steps, ratios, wholes = [step.rl_step for step in found.scenario.steps], dict[int, float](), list[float]()
+        for num, logged in runs.items():
+            scenario = logged.scenarios.of(rl_steps)
+            table = best_table(scenario, scenario.covered_chains([answer.drafter])[0])
+            policies = {"none": load_policy("none"), "table": table}
+            base, own = (
+                replace(self, logged=logged)
+                ._times(
+                    Cell(name=name, policy=policy, scenario=scenario, stages=logged.stages)
+                    for name, policy in policies.items()
+                )
+                .values()
+            )
+            ratios[num] = float(base.rollout_s.sum() / own.rollout_s.sum())
+            if base.step_s is not None and own.step_s is not None:
+                wholes.append(float(base.step_s.sum() / own.step_s.sum()))
+        whole = answer.rl_step_band and answer.rl_step_band.with_ends("responses", wholes)
+        band = answer.band.with_ends("responses", list(ratios.values()))
+        return replace(answer, band=band, rl_step_band=whole, by_responses=ratios)
 
     def _running(self, scenario: Scenario, answer: Answer, base: Times) -> Running | None:
         """Return the speed-up over the log's own run; None where that does not draft."""

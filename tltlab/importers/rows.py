@@ -226,9 +226,9 @@ class Reading:
 
     `column` has the lengths (in a table of metrics their means), `step_column` the RL steps, `group_column` what is the
     same for all samples of a prompt: each a field's name, with points where it is within objects. `lists` is the
-    meaning of numbers in a list. `max_response_tokens` is the run's cap, unknown the
-    longest response. `responses` is their number in each RL step of a log and `drafted` the strategy of its run, for
-    metrics alone; `reward_columns` are for trl alone. `tokens` counts texts, by default with the `tokenizer` or by
+    meaning of numbers in a list. `max_response_tokens` is the run's cap, unknown the longest response. For metrics
+    alone, `run` is one of several in a log, from 1, `responses` their number in each RL step and `drafted` the
+    strategy; `reward_columns` are for trl alone. `tokens` counts texts, by default with the `tokenizer` or by
     `chars_per_token`. `needs` are columns of a trace that no record may lack.
 
     Raises ConfigError for a value that is none of a field, and for both a tokenizer and `chars_per_token`.
@@ -259,6 +259,7 @@ class Reading:
     responses: Annotated[
         int | None, Option("metrics: responses of an RL step, where the log has no number.", min=1)
     ] = None
+    run: Annotated[int | None, Option("metrics: which run of a log that has several.", min=1)] = None
     drafted: Annotated[
         str | None,
         Option("metrics: what the log's run drafted with, where it has an accept length: learned:7.", parse=_drafted),

@@ -97,7 +97,7 @@ def imported(
     _check(reading, form, workers)
     if form == "metrics":
         assert path is not None
-        steps, notes = steps_of(_metrics(path, reading.column))
+        steps, notes = steps_of(_metrics(path, reading.column), reading.run)
         tables, assumed = tables_of_steps(steps, str(path), reading, notes)
         trace = _trace(path.resolve().name, form, tables, [*notes, *assumed], workers)
         return Imported.whole(_with_drafting(trace, reading))

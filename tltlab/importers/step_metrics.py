@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
+from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from tltlab.records import frozen
 from tltlab.traces.trace import few
 
 from .responses import MOST_TOKENS, tables_of_lengths
-from .rows import Reading
+from .rows import BY_OPTION, Reading
 
 STAGES = ("inference_s", "reward_s", "advantage_s", "train_s", "sync_s")
 """Fields that are sums of their keys: the stages behind the rollout."""
@@ -111,6 +112,8 @@ _TRL_CALL = re.compile(r"^profiling/Time taken: \w+\.")
 MOST_RESPONSES = 1 << 22
 """Most responses that lengths are made for, over all RL steps of a log: some 2 GB."""
 DEFAULT_RESPONSES = 512
+ASSUMED_RESPONSES = "a default: set --responses"
+"""Ends the note of a log from which the number of responses does not follow."""
 """Responses per RL step where neither the log nor the caller gives their number."""
 
 
@@ -154,6 +157,8 @@ class StepMetrics:
     place: str
     values: dict[str, float] = field(default_factory=dict)
     framework: Framework = FRAMEWORKS[0]
+    tokens: float | None = None
+    """Tokens of the RL step, prompts with them, by a log that counts those of the run."""
 
     def get(self, name: str) -> float | None:
         """A field of the framework, or one on whose name frameworks do not agree; None where the log has none."""
@@ -197,11 +202,17 @@ class StepMetrics:
     @property
     def num_responses(self) -> int | None:
         """Responses of the RL step, as logged, or all tokens over the mean tokens of a response with its prompt."""
-        num, total = self.get("responses"), self.get("total_tokens")
+        num, total = self.get("responses"), self.get("total_tokens") or self.tokens
         mean, prompt = self.get("mean"), self.get("prompt")
         if num is None and total is not None and mean is not None and prompt is not None and mean + prompt > 0:
             num = total / (mean + prompt)
         return None if num is None or num < 0.5 else round(num)
+
+    @property
+    def most_responses(self) -> int | None:
+        """The most responses that the RL step's tokens allow, where the log has no length of prompts."""
+        mean = self.get("mean")
+        return None if self.tokens is None or not mean or self.tokens < mean else int(self.tokens / mean)
 
     @property
     def stages(self) -> dict[str, float]:
@@ -232,12 +243,57 @@ def framework_of(keys: Iterable[str]) -> Framework | None:
     return max(marked, key=lambda framework: len(framework.keys & keys), default=None)
 
 
-def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
-    """Return the RL steps of a log in order, and notes.
+_COUNTS = tuple(
+    key for framework in FRAMEWORKS for name in ("tokens_so_far", "epoch") for key in framework.fields.get(name, ())
+)
+"""Keys of values that do not fall within a run."""
+
+
+def runs_of(records: Sequence[Record]) -> tuple[list[list[Record]], int]:
+    """Return a log's records by run, and how many were left out as a resumed run logged their RL steps again.
+
+    Another run begins where the number of the first RL step comes again after others, in a log without numbers where a
+    count of `_COUNTS` falls to its first value or below. One that falls less far is of a run that was resumed.
+    """
+    if 2 * sum(record.rl_step is not None for record in records) >= len(records):
+        counts = [float("nan") if record.rl_step is None else float(record.rl_step) for record in records]
+    else:
+        key = next((key for key in _COUNTS if any(key in record.values for record in records)), "")
+        counts = [record.values.get(key, float("nan")) for record in records]
+    are_numbers = any(record.rl_step == count for record, count in zip(records, counts, strict=True))
+    runs: list[list[Record]] = [[]]
+    first = last = -math.inf
+    num_again = 0
+    run = list[tuple[float, Record]]()
+    for count, record in zip(counts, records, strict=True):
+        if count <= first < last:
+            runs.append([])
+            run, first, last = [], -math.inf, -math.inf
+        elif count < last and not are_numbers:
+            kept = [pair for pair in run if not pair[0] >= count]
+            num_again += len(run) - len(kept)
+            run, runs[-1] = kept, [each for _, each in kept]
+        if not math.isnan(count):
+            first, last = count if first == -math.inf else first, count
+        run.append((count, record))
+        runs[-1].append(record)
+    return runs, num_again
+
+
+def _with_tokens(steps: Sequence[StepMetrics]) -> None:
+    """Add the tokens of each RL step where the log counts those of the run."""
+    for before, step in pairwise(steps):
+        old, new = before.get("tokens_so_far"), step.get("tokens_so_far")
+        if old is not None and new is not None and new > old:
+            step.tokens = (new - old) / (step.rl_step - before.rl_step)
+
+
+def steps_of(records: Iterable[Record], run: int | None = None) -> tuple[list[StepMetrics], list[str]]:
+    """Return the RL steps of a log in order, and notes; of several runs in it those of the `run`, counted from 1.
 
     Records of an RL step with different metrics are merged. A record with another value for a known metric of its RL
     step means that the run was resumed: the last record counts. Where records have no number, each that repeats a
-    metric begins an RL step; these are counted from 1.
+    metric begins an RL step; these are counted from 1. Raises TraceError for several runs without a choice of one.
     """
     steps: dict[int, StepMetrics] = {}
     repeats: set[int] = set()
@@ -245,6 +301,13 @@ def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
     # The engine's own reports, between those of a framework, are of no RL step.
     of_steps = [record for record in records if not record.values or record.values.keys() - _OF_ENGINES]
     records = of_steps if any(record.values for record in of_steps) else records
+    runs, num_again = runs_of(records)
+    if (len(runs) > 1) if run is None else run > len(runs):
+        raise TraceError(
+            f"{records[0].place}: {len(runs)} runs in one log, which begin at {few([each[0].place for each in runs])}: "
+            f"choose one with --run 1 to {len(runs)} ({BY_OPTION.format('it')})"
+        )
+    records = runs[(run or 1) - 1]
     are_numbered = 2 * sum(record.rl_step is not None for record in records) >= len(records) > 0
     num_unnumbered = num_lost = 0
     of_step = set[str]()
@@ -271,6 +334,10 @@ def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
     for step in steps.values():
         step.framework = framework or step.framework
     notes: list[str] = []
+    if num_again:
+        notes.append(f"{num_again} records were logged again by a resumed run: the later ones count")
+    if len(runs) > 1:
+        notes.append(f"run {run} of {len(runs)} in the log")
     if cut := [record.place for record in records if record.is_cut]:
         notes.append(f"{len(cut)} records are cut off ({few(cut)}): what is cut counts as unknown")
     if num_lost:
@@ -282,7 +349,9 @@ def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
             f"{len(repeats)} RL steps are logged more than once (a resumed run): the last one counts "
             f"({few(sorted(repeats))})"
         )
-    return [steps[rl_step] for rl_step in sorted(steps)], notes
+    ordered = [steps[rl_step] for rl_step in sorted(steps)]
+    _with_tokens(ordered)
+    return ordered, notes
 
 
 SEVERAL_TURNS = "several turns: "
@@ -339,7 +408,7 @@ def tables_of_steps(
     gaps = sorted(set(range(usable[0].rl_step, usable[-1].rl_step + 1)) - {step.rl_step for step in usable})
     if gaps:
         notes.append(f"{len(gaps)} RL steps between the first and the last are not in the log")
-    counts = _counts(usable, reading.responses, notes)
+    counts = _counts(usable, reading.responses, place, notes)
     if (num := sum(counts)) > MOST_RESPONSES:
         raise TraceError(f"{place}: its tokens make {num:,} responses, and at most {MOST_RESPONSES:,} are read at once")
     cap, group_size = _cap(usable, reading.max_response_tokens, place, notes), reading.group_size or 1
@@ -380,16 +449,36 @@ def tables_of_steps(
     is_cut = (rows["response_tokens"] >= rows["longest"]) & known_cut
     lengths, prompt_tokens = rows["response_tokens"].to_numpy(), rows["prompt_tokens"].to_numpy()
     tables = tables_of_lengths(rows[["rl_step", "prompt_id", "sample"]], lengths, prompt_tokens, cap, is_cut.to_numpy())
+    outcomes = tables["outcomes"]
+    if (empty := outcomes["response_tokens"] == 0).any():
+        outcomes.loc[empty, "finish_reason"] = "abort"
+        notes.append(f"{empty.mean():.0%} of the responses were aborted without a token")
     return {**tables, "steps": _steps_table(modelled)}, notes
 
 
-def _counts(steps: list[StepMetrics], responses: int | None, notes: list[str]) -> list[int]:
+def _counts(steps: list[StepMetrics], responses: int | None, place: str, notes: list[str]) -> list[int]:
     counts = [step.num_responses for step in steps]
     stated = [num for num in counts if num is not None]
     missing = len(counts) - len(stated)
+    bounds = [step.most_responses for step, num in zip(steps, counts, strict=True) if num is None]
+    if known := [most for most in bounds if most is not None]:
+        most = int(np.median(known))
+        if responses is not None and responses > most:
+            raise TraceError(
+                f"{place}: {responses} responses of an RL step are more than its tokens allow: it has "
+                f"{most} at most by the growth of num_tokens"
+            )
+        stated = stated or [most]
+        notes.append(f"an RL step has {most} responses at most, by the tokens of the run so far (prompts are unknown)")
     default = responses or (int(np.median(stated)) if stated else DEFAULT_RESPONSES)
     if missing:
-        source = "as given" if responses else "as many as the others have" if stated else "a default: set --responses"
+        source = (
+            "as given"
+            if responses
+            else "as many as others have, or as their tokens allow"
+            if stated
+            else ASSUMED_RESPONSES
+        )
         notes.append(f"{missing} RL steps lack the number of responses: {default}, {source}")
     return [default if num is None else num for num in counts]
 
@@ -412,10 +501,17 @@ def _cap(steps: list[StepMetrics], maximum: int | None, place: str, notes: list[
 def _lengths(step: StepMetrics, num: int, cap: int) -> Ints:
     mean, most, least = step.get("mean"), step.get("most"), step.get("least")
     assert mean is not None
-    cut = min(max(step.get("cut") or 0.0, 0.0), 1.0)
+    cut, aborted = (min(max(step.get(name) or 0.0, 0.0), 1.0) for name in ("cut", "aborted"))
+    empty = round(aborted * num)
+    num_left = num - empty
+    if not num_left:
+        return np.zeros(num, np.int64)
     shortest, longest = None if least is None else max(1, round(least)), None if most is None else round(most)
-    end = cap if longest is None else longest
-    return max_entropy_lengths(num, mean=max(mean, 1.0), least=shortest, most=longest, cut=cut, cap=end)
+    end, share = cap if longest is None else longest, num / num_left
+    lengths = max_entropy_lengths(
+        num_left, mean=max(mean * share, 1.0), least=shortest, most=longest, cut=min(cut * share, 1.0), cap=end
+    )
+    return np.concatenate([np.zeros(empty, lengths.dtype), lengths])
 
 
 def metrics_table(steps: Sequence[StepMetrics]) -> pd.DataFrame:

@@ -187,6 +187,64 @@ def test_missing_keys_are_unknown_and_noted(tmp_path):
     assert "512, a default: set --responses" in import_dump(path).manifest.notes
 
 
+def trl_lines(count, **columns):
+    """Lines of TRL's console, with the value of each column in each RL step."""
+    fixed = {"completions/mean_length": 500.0, "completions/max_length": 900.0}
+    return [str(fixed | {key: values[at] for key, values in columns.items()}) for at in range(count)]
+
+
+def test_tokens_of_the_run_so_far_bound_the_responses(tmp_path):
+    path = write(tmp_path / "x.log", *trl_lines(4, num_tokens=[9000.0, 17_100.0, 25_200.0, 33_300.0]))
+    trace = import_dump(path)
+    check(trace, tokens=[8000] * 4)
+    assert trace.num_rows("outcomes") == 4 * 16
+    assert "at most" in trace.manifest.notes
+    assert import_dump(path, responses=12).num_rows("outcomes") == 4 * 12
+    with refused(TraceError, naming=("17", "16", "num_tokens")):
+        import_dump(path, responses=17)
+
+
+def test_a_second_run_in_a_log_is_chosen_or_refused(tmp_path):
+    first, second = (
+        trl_lines(3, epoch=[0.1, 0.2, 0.3], **{"completions/mean_length": [m] * 3}) for m in (300.0, 600.0)
+    )
+    path = write(tmp_path / "x.log", *first, "OutOfMemoryError", *second)
+    with refused(TraceError, naming=("2 runs", "line 5", "--run")):
+        import_dump(path)
+    with refused(TraceError, naming=("2 runs", "--run")):
+        import_dump(path, run=3)
+    for run, mean in ((1, 300), (2, 600)):
+        check(import_dump(path, run=run, responses=4), rl_step=[1, 2, 3], tokens=[4 * mean] * 3)
+    numbered = [verl_line(step) for step in (1, 2, 3, 1, 2)]
+    path = write(tmp_path / "y.log", *numbered)
+    with refused(TraceError, naming=("2 runs", "line 4")):
+        import_dump(path)
+    check(import_dump(path, run=2), rl_step=[1, 2])
+
+
+def test_a_run_that_was_resumed_is_one_run(tmp_path):
+    lengths = {"completions/mean_length": [300.0, 301.0, 302.0, 401.0, 402.0, 403.0]}
+    path = write(tmp_path / "x.log", *trl_lines(6, epoch=[0.1, 0.2, 0.3, 0.2, 0.3, 0.4], **lengths))
+    trace = import_dump(path, responses=8)
+    check(trace, tokens=[8 * 300, 8 * 401, 8 * 402, 8 * 403])
+    assert "2 records were logged again" in trace.manifest.notes
+
+
+def test_aborted_responses_have_no_tokens(tmp_path):
+    line = (
+        "step:{} - response_length/mean:600.0 - response_length/max:8192.0 - response_length/min:0.0 - "
+        "response_length/clip_ratio:0.02 - response_length_non_aborted/min:40.0 - response/aborted_ratio:0.25 - "
+        "prompt_length/mean:200.0 - perf/total_num_tokens:409600"
+    )
+    outcomes = import_dump(write(tmp_path / "x.log", *(line.format(step) for step in (1, 2)))).outcomes
+    empty = outcomes["response_tokens"] == 0
+    assert (len(outcomes), empty.sum()) == (1024, 256)
+    assert set(outcomes["finish_reason"][empty]) == {"abort"}
+    assert outcomes["response_tokens"][~empty].mean() == pytest.approx(800, abs=0.5)
+    assert outcomes["response_tokens"][~empty].min() == 40
+    assert (outcomes["finish_reason"] == "length").sum() == 2 * 10
+
+
 def test_contradicting_figures_leave_out_their_step(tmp_path):
     lines = [
         f"step:{step} - response_length/mean:{mean} - response_length/max:900.0 - response_length/min:3.0"

@@ -60,6 +60,18 @@ def test_lengths_of_several_turns_bound_the_answer(tmp_path, turns, bound):
     assert any("20 s in the log, 40%" in note for note in found["notes"])
 
 
+def test_responses_that_nothing_states_are_in_the_range(tmp_path):
+    metrics = {"completions/mean_length": 300.0, "completions/max_length": 900.0, "step_time": 20.0}
+    (tmp_path / "trl.log").write_text(f"{metrics}\n" * 3)
+    stated, assumed = (what_if(tmp_path / "trl.log", responses=num, drafter="ngram", **FAST) for num in (16, None))
+    assert not stated.best.by_responses
+    few, many = assumed.best.by_responses.values()
+    assert few == pytest.approx(stated.best.band.estimate, rel=1e-9)
+    assert many < assumed.best.band.estimate < few < assumed.best.band.high
+    (row,) = [row for row in assumed.assumed if row["what"].startswith("responses per")]
+    assert (row["value"], f"with 16 rollout {few:.2f}x" in row["effect"]) == ("512", True)
+
+
 def test_the_verdict_has_the_figures_of_both_answers():
     found = what_if(FRAME, acceptance="learned=0.6", **FAST)
     text, learned = found.answers
