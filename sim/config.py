@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import pyarrow.compute as pc
@@ -29,7 +29,7 @@ from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json
 from tltlab.hardware import ModelShape
-from tltlab.options import Option, check
+from tltlab.options import check, option
 from tltlab.own import is_own, split
 from tltlab.planning.composition import Admission, SharedBuffer, Workload
 from tltlab.planning.placement import Placement
@@ -80,80 +80,56 @@ class SimulationConfig:
     0
     """
 
-    workers: Annotated[int | None, Option("Rollout workers. [default: the manifest's]")] = None
-    costs: Annotated[
-        CostModel | type[CostModel] | Source | None,
-        Option("Cost file, preset or module:Class. [default: the trace's costs.json, else cpu-small]"),
-    ] = None
-    gpus: Annotated[str | None, Option("Such as 8xH100, in place of costs and workers. [with --model: 8xH100]")] = None
-    model: Annotated[
-        str | ModelShape | None,
-        Option("On --gpus: Qwen/Qwen2.5-7B or another name, or a config.json. [default: Qwen2.5-7B]"),
-    ] = None
-    engine: Annotated[
-        str | None, Option("On --gpus: the engine's profile. [default: vllm; the others are in the range]")
-    ] = None
-    tp: Annotated[int | None, Option("On --gpus: GPUs of a worker. [default: the fewest that hold it]", min=1)] = None
-    acceptance: Annotated[
-        Acceptance | type[AcceptanceModel] | Source | None,
-        Option(
-            "By drafter, learned=geometric:0.7,ngram=geometric:0.42, or all=MODEL; a MODEL is geometric:ALPHA, "
-            "constant:A, 0.8/0.6/0.5 by token, lengths:1.8/2.4 by depth, a fitted file, module:Class; MODEL@2k falls "
-            "beyond the 2,048 tokens at which the drafter was trained (@short, @window, @long, @mtp); also trace, "
-            "default. [default: what the trace has, else with --gpus the default of each drafter]"
-        ),
-    ] = None
-    placement: Annotated[
-        str | Placement | type[Placement] | None,
-        Option(f"One of {', '.join(PLACEMENTS)}, or module:Class. [default: contiguous, or the system's]"),
-    ] = None
-    planner: Annotated[
-        str | RolloutPlanner | type[RolloutPlanner] | None,
-        Option(
-            f"Who moves requests between engines: {', '.join(PLANNERS)}, or module:Class. [default: stay, all do where "
-            "they were placed]"
-        ),
-    ] = None
-    shapes: Annotated[
-        str | Mapping[Shape, CostModel] | None,
-        Option(
-            "Engines x GPUs of each, onto which a planner may gather: 2x4, or 1x2=COSTS with a cost file. "
-            "[default: with --gpus all wider ones]"
-        ),
-    ] = None
-    gather_s: Annotated[
-        float, Option("Seconds from the end of engines to the start of those of another shape, prefill apart.")
-    ] = 0.3
-    mode: Annotated[str, Option("fluid (expected tokens) or sampled.", choices=get_args(Mode))] = "fluid"
-    seed: Annotated[int, Option("Seed of policies, of searches and of what is sampled.", min=0)] = 0
-    rl_steps: Annotated[
-        Sequence[int] | str | None, Option("a:b, RL steps a to b - 1; or one; or all. [default: all]")
-    ] = None
-    max_response_tokens: Annotated[int | None, Option("Cut longer responses, as a lower cap would.")] = None
-    prefix_caching: Annotated[
-        bool,
-        Option(
-            "A group's prompt is prefilled, and held, once on each worker, and a preempted request goes on from what "
-            "is left of it in the KV cache: engines' own default."
-        ),
-    ] = False
-    prefix: Annotated[
-        str,
-        Option("Between turns a prefix is kept (cached while there is room) or recomputed.", choices=get_args(Prefix)),
-    ] = "kept"
-    max_tools: Annotated[int | None, Option("Tools that may run at once; other calls wait. [default: any]")] = None
-    tool_s: Annotated[
-        float | None,
-        Option(
-            "Seconds of a tool between turns where the trace does not know. [default: refuse]",
-            names=("--tool-seconds",),
-        ),
-    ] = None
-    decision_block: Annotated[int, Option("Iterations per decision of a learning policy; more is faster.")] = 1
-    spot: Annotated[
-        SpotTraining | Source | None,
-        Option("Train the drafter on idle workers: a file of rates and costs, or tlt.", names=("--spot-training",)),
-    ] = None
+    workers: int | None = option("Rollout workers. [default: the manifest's]")
+    costs: CostModel | type[CostModel] | Source | None = option(
+        "Cost file, preset or module:Class. [default: the trace's costs.json, else cpu-small]"
+    )
+    gpus: str | None = option("Such as 8xH100, in place of costs and workers. [with --model: 8xH100]")
+    model: str | ModelShape | None = option(
+        "On --gpus: Qwen/Qwen2.5-7B or another name, or a config.json. [default: Qwen2.5-7B]"
+    )
+    engine: str | None = option("On --gpus: the engine's profile. [default: vllm; the others are in the range]")
+    tp: int | None = option("On --gpus: GPUs of a worker. [default: the fewest that hold it]", min=1)
+    acceptance: Acceptance | type[AcceptanceModel] | Source | None = option(
+        "By drafter, learned=geometric:0.7,ngram=geometric:0.42, or all=MODEL; a MODEL is geometric:ALPHA, "
+        "constant:A, 0.8/0.6/0.5 by token, lengths:1.8/2.4 by depth, a fitted file, module:Class; MODEL@2k falls "
+        "beyond the 2,048 tokens at which the drafter was trained (@short, @window, @long, @mtp); also trace, "
+        "default. [default: what the trace has, else with --gpus the default of each drafter]"
+    )
+    placement: str | Placement | type[Placement] | None = option(
+        f"One of {', '.join(PLACEMENTS)}, or module:Class. [default: contiguous, or the system's]"
+    )
+    planner: str | RolloutPlanner | type[RolloutPlanner] | None = option(
+        f"Who moves requests between engines: {', '.join(PLANNERS)}, or module:Class. [default: stay, all do where "
+        "they were placed]"
+    )
+    shapes: str | Mapping[Shape, CostModel] | None = option(
+        "Engines x GPUs of each, onto which a planner may gather: 2x4, or 1x2=COSTS with a cost file. "
+        "[default: with --gpus all wider ones]"
+    )
+    gather_s: float = option(
+        "Seconds from the end of engines to the start of those of another shape, prefill apart.", 0.3
+    )
+    mode: str = option("fluid (expected tokens) or sampled.", "fluid", choices=get_args(Mode))
+    seed: int = option("Seed of policies, of searches and of what is sampled.", 0, min=0)
+    rl_steps: Sequence[int] | str | None = option("a:b, RL steps a to b - 1; or one; or all. [default: all]")
+    max_response_tokens: int | None = option("Cut longer responses, as a lower cap would.")
+    prefix_caching: bool = option(
+        "A group's prompt is prefilled, and held, once on each worker, and a preempted request goes on from what "
+        "is left of it in the KV cache: engines' own default.",
+        False,
+    )
+    prefix: str = option(
+        "Between turns a prefix is kept (cached while there is room) or recomputed.", "kept", choices=get_args(Prefix)
+    )
+    max_tools: int | None = option("Tools that may run at once; other calls wait. [default: any]")
+    tool_s: float | None = option(
+        "Seconds of a tool between turns where the trace does not know. [default: refuse]", names=("--tool-seconds",)
+    )
+    decision_block: int = option("Iterations per decision of a learning policy; more is faster.", 1)
+    spot: SpotTraining | Source | None = option(
+        "Train the drafter on idle workers: a file of rates and costs, or tlt.", names=("--spot-training",)
+    )
     workload: Workload | None = None
     online_updates: int = 0
     admission: Admission | SharedBuffer | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pandas as pd
 from pydantic import BaseModel
@@ -27,7 +27,7 @@ from tltlab.costs.roofline import Hardware, RooflineCosts
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import guess, read
-from tltlab.options import Option, check
+from tltlab.options import check, option
 from tltlab.records import frozen
 from tltlab.sim.options import LogCosts, LogWorkers, RlSteps
 from tltlab.sim.verification.training_log import LogFit, fit_log, is_log
@@ -41,24 +41,22 @@ TABLES = (".csv", ".parquet")
 class CalibrateConfig:
     """Settings of `fit_all`, the options of `tltlab calibrate`; `outs` and `targets` have the outputs by field."""
 
-    out: Annotated[Path | None, Option("Where the cost model goes (JSON).", parse=Path)] = None
-    acceptance_out: Annotated[
-        Path | None,
-        Option("Where the acceptance model goes. [default: acceptance.json beside --out]", parse=Path),
-    ] = None
+    out: Path | None = option("Where the cost model goes (JSON).", parse=Path)
+    acceptance_out: Path | None = option(
+        "Where the acceptance model goes. [default: acceptance.json beside --out]", parse=Path
+    )
     rl_steps: RlSteps = None
-    kind: Annotated[str, Option(f"Kind of costs: {', '.join(KINDS)}.")] = "linear"
-    gpu: Annotated[str | None, Option("GPU of the data, such as H100, or a JSON file; a roofline needs it.")] = None
-    model: Annotated[str | None, Option("Model of the data, such as Qwen2.5-32B, or its config.json.")] = None
-    tp: Annotated[int | None, Option("GPUs that each worker ran on.")] = None
-    acceptance: Annotated[str, Option(f"Kind of acceptance: {', '.join(ACCEPTANCE_KINDS)}.")] = "by-batch"
-    stages_out: Annotated[
-        Path | None, Option("Fit inference, reward, train and sync times too, and write them here.", parse=Path)
-    ] = None
-    spot_out: Annotated[
-        Path | None,
-        Option("Fit drafter training on idle workers too, for simulate --spot-training.", parse=Path),
-    ] = None
+    kind: str = option(f"Kind of costs: {', '.join(KINDS)}.", "linear")
+    gpu: str | None = option("GPU of the data, such as H100, or a JSON file; a roofline needs it.")
+    model: str | None = option("Model of the data, such as Qwen2.5-32B, or its config.json.")
+    tp: int | None = option("GPUs that each worker ran on.")
+    acceptance: str = option(f"Kind of acceptance: {', '.join(ACCEPTANCE_KINDS)}.", "by-batch")
+    stages_out: Path | None = option(
+        "Fit inference, reward, train and sync times too, and write them here.", parse=Path
+    )
+    spot_out: Path | None = option(
+        "Fit drafter training on idle workers too, for simulate --spot-training.", parse=Path
+    )
     log_costs: LogCosts = None
     workers: LogWorkers = None
 

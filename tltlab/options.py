@@ -1,11 +1,11 @@
 """Options of commands, keywords in Python, TOML files and JSON from one frozen dataclass, or model of pydantic.
 
-A field with an `Option` is on the command line; `check` in `__post_init__` refuses the same values from everywhere:
+A field with an `option` is on the command line; `check` in `__post_init__` refuses the same values from everywhere:
 
     @frozen
     class Drawing:
-        prompts: Annotated[int, Option("Prompts per RL step.", min=1)] = 64
-        costs: Annotated[CostModel | str | None, Option("Cost file or preset.")] = None
+        prompts: int = option("Prompts per RL step.", 64, min=1)
+        costs: CostModel | str | None = option("Cost file or preset.")
 
         def __post_init__(self) -> None:
             check(self)
@@ -16,6 +16,7 @@ whose keys are names of fields. `Without` leaves out fields of one command, or c
     @command
     def draw(trace: Path, drawing: Annotated[Drawing, Without("costs", prompts=Option(default=8))]) -> None: ...
 
+Fields of a model of pydantic, and types that several settings share, are `Annotated` with an `Option` instead.
 `to_json` gives the settings for `--json`.
 """
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 import inspect
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache, wraps
 from inspect import Parameter
 from numbers import Integral, Real
@@ -103,6 +104,11 @@ class Option:
         return bool(kinds - _PLAIN) and not isinstance(value, dict | list)
 
 
+def option(help: str, default: Any = None, **settings: Any) -> Any:
+    """Return a field of a dataclass with this default and an `Option`, whose `settings` these are."""
+    return field(default=default, metadata={"option": Option(help, **settings)})
+
+
 class Without:
     """Fields of the settings that a command does not take, and options of others, which replace only what they set."""
 
@@ -123,15 +129,19 @@ class Without:
 @cache
 def options_of(kind: Any) -> Mapping[str, Option]:
     """Return the options of a dataclass, or of a model of pydantic, by field, with the fields' types and defaults."""
-    hints, found = get_type_hints(kind, include_extras=True), {}
+    hints, found, marked = get_type_hints(kind, include_extras=True), {}, dict[str, Any]()
     if is_dataclass(kind):
         defaults = {each.name: ... if each.default is MISSING else each.default for each in fields(kind)}
+        marked = {each.name: each.metadata.get("option") for each in fields(kind)}
     else:
         defaults = {name: ... if each.is_required() else each.default for name, each in kind.model_fields.items()}
     for name, default in defaults.items():
-        for option in getattr(hints[name], "__metadata__", ()):
-            if isinstance(option, Option):
-                found[name] = _completed(option, hints[name].__origin__, default)
+        hint, marks = hints[name], [marked.get(name)]
+        if get_origin(hint) is Annotated:
+            hint, *marks = get_args(hint)
+        for mark in marks:
+            if isinstance(mark, Option):
+                found[name] = _completed(mark, hint, default)
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pandas as pd
 
@@ -15,7 +15,7 @@ from tltlab.costs.load import load_stages
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
-from tltlab.options import Option, check, to_json
+from tltlab.options import check, option, to_json
 from tltlab.own import split
 from tltlab.planning.composition import System
 from tltlab.planning.planners import PLANNERS
@@ -45,8 +45,8 @@ def _several(text: str) -> Any:
     return values if len(values) > 1 else values[0] if values else text
 
 
-def _axis(help: str, **more: Any) -> Option:
-    return Option(f"{help}; several make a grid.", parse=_several, **more)
+def _axis(help: str, **more: Any) -> Any:
+    return option(f"{help}; several make a grid.", parse=_several, **more)
 
 
 @frozen
@@ -62,39 +62,33 @@ class StudyConfig(SimulationConfig):
     [{'workers': 1}, {'workers': 2}]
     """
 
-    workers: Annotated[int | Sequence[int] | None, _axis("Rollout workers, such as 4,8")] = None  # type: ignore[assignment]
-    costs: Annotated[Any, _axis("Cost file, preset or module:Class [default: the trace's, else cpu-small]")] = None
-    gpus: Annotated[str | Sequence[str] | None, _axis("Such as 8xH100,8xB200, in place of costs and workers")] = None  # type: ignore[assignment]
-    model: Annotated[Any, _axis("On --gpus: Qwen/Qwen2.5-7B or another name, or a config.json")] = None
-    engine: Annotated[str | Sequence[str] | None, _axis("On --gpus: the engine's profile")] = None  # type: ignore[assignment]
-    acceptance: Annotated[
-        Any,
-        _axis(
-            "As simulate's, by drafter learned=0.7,ngram=0.4 (others keep their default) or 0.7 for one, with ; between"
-        ),
-    ] = None
-    placement: Annotated[Any, _axis(f"One of {', '.join(PLACEMENTS)}, or module:Class")] = None
-    planner: Annotated[Any, _axis(f"Who moves requests: {', '.join(PLANNERS)}, or module:Class")] = None
-    max_response_tokens: Annotated[
-        int | Sequence[int] | None, _axis("Cap that cuts longer responses", names=("--cap", "--max-response-tokens"))
-    ] = None  # type: ignore[assignment]
-    rl_steps: Annotated[
-        Sequence[int] | str | None,
-        Option("a:b, RL steps a to b - 1; or one; or all. [default: of more than 24 a sample]"),
-    ] = None
-    decision_block: Annotated[
-        int | None,
-        Option("Iterations between decisions. [default: 1; systems on long or many responses: cap / 256]", min=1),
-    ] = None  # type: ignore[assignment]
-    stages: Annotated[
-        StageCosts | Source | None,
-        Option("Stage costs, a file or preset, for whole RL steps too. [default: of --gpus]"),
-    ] = None
-    gpus_per_worker: Annotated[
-        int | None, Option("With stages: GPUs of a rollout worker. [default: the costs' tp, else 1]", min=1)
-    ] = None
-    repeats: Annotated[int, Option("Seeds, each the same for all policies.", min=1)] = 1
-    jobs: Annotated[int | None, Option("Processes. [default: the cores here]", min=1, default=None)] = 1
+    workers: int | Sequence[int] | None = _axis("Rollout workers, such as 4,8")  # type: ignore[assignment]
+    costs: Any = _axis("Cost file, preset or module:Class [default: the trace's, else cpu-small]")
+    gpus: str | Sequence[str] | None = _axis("Such as 8xH100,8xB200, in place of costs and workers")  # type: ignore[assignment]
+    model: Any = _axis("On --gpus: Qwen/Qwen2.5-7B or another name, or a config.json")
+    engine: str | Sequence[str] | None = _axis("On --gpus: the engine's profile")  # type: ignore[assignment]
+    acceptance: Any = _axis(
+        "As simulate's, by drafter learned=0.7,ngram=0.4 (others keep their default) or 0.7 for one, with ; between"
+    )
+    placement: Any = _axis(f"One of {', '.join(PLACEMENTS)}, or module:Class")
+    planner: Any = _axis(f"Who moves requests: {', '.join(PLANNERS)}, or module:Class")
+    max_response_tokens: int | Sequence[int] | None = _axis(
+        "Cap that cuts longer responses", names=("--cap", "--max-response-tokens")
+    )  # type: ignore[assignment]
+    rl_steps: Sequence[int] | str | None = option(
+        "a:b, RL steps a to b - 1; or one; or all. [default: of more than 24 a sample]"
+    )
+    decision_block: int | None = option(
+        "Iterations between decisions. [default: 1; systems on long or many responses: cap / 256]", min=1
+    )  # type: ignore[assignment]
+    stages: StageCosts | Source | None = option(
+        "Stage costs, a file or preset, for whole RL steps too. [default: of --gpus]"
+    )
+    gpus_per_worker: int | None = option(
+        "With stages: GPUs of a rollout worker. [default: the costs' tp, else 1]", min=1
+    )
+    repeats: int = option("Seeds, each the same for all policies.", 1, min=1)
+    jobs: int | None = option("Processes. [default: the cores here]", 1, min=1)
 
     def __post_init__(self) -> None:
         # The fields of the simulations are checked where an axis has one value.

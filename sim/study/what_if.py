@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -26,7 +26,7 @@ from tltlab.errors import ConfigError
 from tltlab.importers.rows import Reading
 from tltlab.importers.sources import Format, Imported, TraceSource, read_lengths
 from tltlab.importers.step_metrics import ASSUMED_RESPONSES, DEFAULT_RESPONSES, SEVERAL_TURNS
-from tltlab.options import Option
+from tltlab.options import option
 from tltlab.planning.composition import System
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.planning.systems import SYSTEMS, find_systems
@@ -418,18 +418,14 @@ class WhatIfConfig(SimulationConfig):
     no chance or stands beside an acceptance.
     """
 
-    accept: Annotated[
-        float | None,
-        Option("Short for the chance of --drafter's tokens, the others' as usual. [default: 0.7 of learned]"),
-    ] = None
-    drafter: Annotated[str | None, Option("The only drafter to find a table for. [default: all of the acceptance]")] = (
-        None
+    accept: float | None = option(
+        "Short for the chance of --drafter's tokens, the others' as usual. [default: 0.7 of learned]"
     )
-    systems: Annotated[
-        str | Sequence[str] | None,
-        Option(f"Systems of the table: all, or of {', '.join(SYSTEMS)}. [default: four of them]"),
-    ] = None
-    jobs: Annotated[int | None, Option("Processes. [default: the cores here]", min=1)] = 1
+    drafter: str | None = option("The only drafter to find a table for. [default: all of the acceptance]")
+    systems: str | Sequence[str] | None = option(
+        f"Systems of the table: all, or of {', '.join(SYSTEMS)}. [default: four of them]"
+    )
+    jobs: int | None = option("Processes. [default: the cores here]", 1, min=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -27,7 +27,7 @@ from tltlab.console import whole_numbers
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
-from tltlab.options import Option
+from tltlab.options import Option, option
 from tltlab.own import split
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.specs import FixedSpec
@@ -304,39 +304,33 @@ class TuneConfig(SimulationConfig):
     The result does not depend on `jobs`, the processes (None: one per core).
     """
 
-    depths: Annotated[
-        Sequence[int],
-        Option("Draft depths to try, with commas between. [default: 1,2,3,4,6,8]", parse=_depths, cli=str),
-    ] = DEPTHS
-    drafters: Annotated[
-        Sequence[str] | None,
-        Option("Drafters to try, with commas between. [default: those of the acceptance]", parse=split, cli=str),
-    ] = None
-    policies: Annotated[
-        Sequence[PolicySource] | str,
-        Option("Further candidates, with commas between: shipped names, files, module:Class.", cli=str),
-    ] = ()
+    depths: Sequence[int] = option(
+        "Draft depths to try, with commas between. [default: 1,2,3,4,6,8]", DEPTHS, parse=_depths, cli=str
+    )
+    drafters: Sequence[str] | None = option(
+        "Drafters to try, with commas between. [default: those of the acceptance]", parse=split, cli=str
+    )
+    policies: Sequence[PolicySource] | str = option(
+        "Further candidates, with commas between: shipped names, files, module:Class.", (), cli=str
+    )
     search: Annotated[
         Mapping[str, Sequence[Any] | str] | Sequence[str],
         Option("Tune this setting of --policies; or KEY=A|B|C. Repeatable.", cli=list[str], metavar="KEY=LOW..HIGH"),
     ] = field(default_factory=dict)
-    judge_steps: Annotated[
-        Sequence[int] | str | None,
-        Option("a:b, RL steps to judge on; the rest is tuned on. [default: every other one]", names=("--judge",)),
-    ] = None
-    trials: Annotated[int, Option("Settings to try, of the bandit or --search; 0: none.", min=0)] = 40
-    rl_steps: Annotated[
-        Sequence[int] | str | None,
-        Option("a:b, RL steps to use. [default: all of 24 or fewer, else a sample spread over the run]"),
-    ] = None
-    repeats: Annotated[
-        int | None,
-        Option("Seeds that a sampled score is the mean of. [default: 3; of a sample of RL steps 1]", min=1),
-    ] = None
-    decision_block: Annotated[
-        int | None, Option("Iterations per decision. [default: 1; of long or many responses: cap / 256]", min=1)
-    ] = None  # type: ignore[assignment]
-    jobs: Annotated[int | None, Option("Processes. [default: the cores here]", min=1)] = 1
+    judge_steps: Sequence[int] | str | None = option(
+        "a:b, RL steps to judge on; the rest is tuned on. [default: every other one]", names=("--judge",)
+    )
+    trials: int = option("Settings to try, of the bandit or --search; 0: none.", 40, min=0)
+    rl_steps: Sequence[int] | str | None = option(
+        "a:b, RL steps to use. [default: all of 24 or fewer, else a sample spread over the run]"
+    )
+    repeats: int | None = option(
+        "Seeds that a sampled score is the mean of. [default: 3; of a sample of RL steps 1]", min=1
+    )
+    decision_block: int | None = option(
+        "Iterations per decision. [default: 1; of long or many responses: cap / 256]", min=1
+    )  # type: ignore[assignment]
+    jobs: int | None = option("Processes. [default: the cores here]", 1, min=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

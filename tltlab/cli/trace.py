@@ -17,7 +17,7 @@ from tltlab.importers.sources import Format, imported, read
 from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, statistics
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
 from tltlab.lengths.model import LengthModel, of_regime
-from tltlab.options import Option, check, command
+from tltlab.options import check, command, option
 from tltlab.planning.beliefs import judge
 from tltlab.records import frozen
 from tltlab.traces.metrics import count
@@ -132,33 +132,25 @@ _OF_THE_MODEL = {
 class GenerateConfig:
     """Options of `tltlab trace generate`; None is what the regime or `like` has."""
 
-    regime: Annotated[str | None, Option(_REGIMES)] = None
-    like: Annotated[str | None, Option(_LIKE, metavar="TRACE|CSV|JSON")] = None
-    rl_steps: Annotated[int | None, Option("RL steps (4, or those of --like).")] = None
-    prompts: Annotated[int | None, Option("Prompts per RL step (64, or those of --like).")] = None
-    group_size: Annotated[int | None, Option("Samples per prompt (8, or those of --like).")] = None
-    num_prompts: Annotated[
-        int | None, Option("Prompts in all, which come back in each epoch; without it all are new.")
-    ] = None
-    cap: Annotated[int | None, Option("Longest response in tokens; longer ones are cut.")] = None
-    median: Annotated[float | None, Option("Median length in tokens before the cut; scales all.")] = None
-    sigma: Annotated[float | None, Option("Log-normal lengths of this standard deviation of log length.")] = None
-    prompt_share: Annotated[float | None, Option("Share of the variance of log length that the prompt explains.")] = (
-        None
-    )
-    prompt_memory: Annotated[
-        float | None, Option("How much a prompt's share correlates from one epoch to the next, 0 to 1.")
-    ] = None
-    median_growth: Annotated[float | None, Option("Growth of the median per RL step: 0.02 is 2 percent.")] = None
-    tail_growth: Annotated[
-        float | None, Option("Growth per RL step of log length's distance above the median; cuts more.")
-    ] = None
-    prompt_tokens: Annotated[float | None, Option("Median tokens of a prompt.")] = None
-    workers: Annotated[int | None, Option("Rollout workers to write into the manifest.")] = None
-    turns: Annotated[float | None, Option("Mean turns of a response, with tools between them.")] = None
-    tool_seconds: Annotated[float, Option("With --turns: median seconds of a tool.")] = 2.0
-    observation_tokens: Annotated[float, Option("With --turns: median tokens that a tool returns.")] = 200.0
-    seed: Annotated[int, Option("Same seed, same trace.")] = 0
+    regime: str | None = option(_REGIMES)
+    like: str | None = option(_LIKE, metavar="TRACE|CSV|JSON")
+    rl_steps: int | None = option("RL steps (4, or those of --like).")
+    prompts: int | None = option("Prompts per RL step (64, or those of --like).")
+    group_size: int | None = option("Samples per prompt (8, or those of --like).")
+    num_prompts: int | None = option("Prompts in all, which come back in each epoch; without it all are new.")
+    cap: int | None = option("Longest response in tokens; longer ones are cut.")
+    median: float | None = option("Median length in tokens before the cut; scales all.")
+    sigma: float | None = option("Log-normal lengths of this standard deviation of log length.")
+    prompt_share: float | None = option("Share of the variance of log length that the prompt explains.")
+    prompt_memory: float | None = option("How much a prompt's share correlates from one epoch to the next, 0 to 1.")
+    median_growth: float | None = option("Growth of the median per RL step: 0.02 is 2 percent.")
+    tail_growth: float | None = option("Growth per RL step of log length's distance above the median; cuts more.")
+    prompt_tokens: float | None = option("Median tokens of a prompt.")
+    workers: int | None = option("Rollout workers to write into the manifest.")
+    turns: float | None = option("Mean turns of a response, with tools between them.")
+    tool_seconds: float = option("With --turns: median seconds of a tool.", 2.0)
+    observation_tokens: float = option("With --turns: median tokens that a tool returns.", 200.0)
+    seed: int = option("Same seed, same trace.", 0)
 
     def __post_init__(self) -> None:
         check(self)

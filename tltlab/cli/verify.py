@@ -12,7 +12,7 @@ from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import AllowCode, emit, progress
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
-from tltlab.options import Option, check, command
+from tltlab.options import check, command, option
 from tltlab.own import code_allowed
 from tltlab.records import frozen
 from tltlab.sim import options
@@ -30,32 +30,23 @@ WINDOW, SAMPLES, ROUNDS = 8, 3, 5
 class VerifyConfig:
     """Options of `tltlab verify`."""
 
-    policies: Annotated[
-        str | None,
-        Option(
-            "Run these for real: names, policy files, package.module:Class, ngram:4 (always 4 tokens), ngram:4@8 "
-            "(while at most 8 run), separated by commas; or 'default'."
-        ),
-    ] = None
-    repeats: Annotated[int | None, Option(f"Rounds: rollouts of each policy. [default: {ROUNDS}]", min=1)] = None
-    out: Annotated[
-        Path | None, Option("Keep what --policies ran as a RUN of its own. [default: it is not kept]", parse=Path)
-    ] = None
+    policies: str | None = option(
+        "Run these for real: names, policy files, package.module:Class, ngram:4 (always 4 tokens), ngram:4@8 "
+        "(while at most 8 run), separated by commas; or 'default'."
+    )
+    repeats: int | None = option(f"Rounds: rollouts of each policy. [default: {ROUNDS}]", min=1)
+    out: Path | None = option("Keep what --policies ran as a RUN of its own. [default: it is not kept]", parse=Path)
     rl_steps: options.RlSteps = None
-    window: Annotated[
-        int | None,
-        Option(f"Other RL steps to fit on, the nearest. [default: {WINDOW}, of a log {LOG_WINDOW}]", min=2),
-    ] = None
+    window: int | None = option(
+        f"Other RL steps to fit on, the nearest. [default: {WINDOW}, of a log {LOG_WINDOW}]", min=2
+    )
     costs: options.LogCosts = None
     workers: options.LogWorkers = None
-    decisions: Annotated[
-        bool,
-        Option("Make the recorded decisions again, with the recorded times and acceptance.", names=("--decisions",)),
-    ] = False
-    samples: Annotated[
-        int | None, Option(f"Sampled simulations per prediction. [default: {SAMPLES}, with --policies 8]", min=1)
-    ] = None
-    seed: Annotated[int, Option("Seed of sampled acceptance and drawn lengths.", min=0)] = 0
+    decisions: bool = option(
+        "Make the recorded decisions again, with the recorded times and acceptance.", False, names=("--decisions",)
+    )
+    samples: int | None = option(f"Sampled simulations per prediction. [default: {SAMPLES}, with --policies 8]", min=1)
+    seed: int = option("Seed of sampled acceptance and drawn lengths.", 0, min=0)
     jobs: options.Jobs = None
 
     def __post_init__(self) -> None:

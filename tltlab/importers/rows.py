@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import field
 from itertools import chain, count, pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TextIO
+from typing import Any, Literal, NoReturn, TextIO
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from tltlab.config import shown
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import MOST_JSON_BYTES, PACKED, open_unpacked, parse_json
-from tltlab.options import Option, check
+from tltlab.options import check, option
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
 from tltlab.traces.storage import MOST_ROWS, check_parquet
@@ -234,42 +234,26 @@ class Reading:
     Raises ConfigError for a value that is none of a field, and for both a tokenizer and `chars_per_token`.
     """
 
-    tokenizer: Annotated[
-        Path | None, Option("The model's folder (tokenizer.json), to count the tokens of text.", parse=Path)
-    ] = None
-    chars_per_token: Annotated[
-        float | None, Option("Approximate tokens of text by so many characters each, such as 3.6.")
-    ] = None
-    reward_columns: Annotated[
-        tuple[str, ...],
-        Option("trl: a column of rewards; given more than once they are added.", names=("--reward",)),
-    ] = ()
-    column: Annotated[
-        str | None,
-        Option("Field of the lengths (metrics: of their means), where its name is unusual; a.b is b within a."),
-    ] = None
-    step_column: Annotated[str | None, Option("Field of the RL step, likewise.")] = None
-    group_column: Annotated[str | None, Option("Field that is the same for all samples of a prompt, likewise.")] = None
-    lists: Annotated[Lists | None, Option("What lists of numbers are: lengths, of a response each, or token ids.")] = (
-        None
+    tokenizer: Path | None = option("The model's folder (tokenizer.json), to count the tokens of text.", parse=Path)
+    chars_per_token: float | None = option("Approximate tokens of text by so many characters each, such as 3.6.")
+    reward_columns: tuple[str, ...] = option(
+        "trl: a column of rewards; given more than once they are added.", (), names=("--reward",)
     )
-    group_size: Annotated[
-        int | None, Option("Samples per prompt, so many in a row, where nothing names the prompt.", min=1)
-    ] = None
-    responses: Annotated[
-        int | None, Option("metrics: responses of an RL step, where the log has no number.", min=1)
-    ] = None
-    run: Annotated[int | None, Option("metrics: which run of a log that has several.", min=1)] = None
-    drafted: Annotated[
-        str | None,
-        Option("metrics: what the log's run drafted with, where it has an accept length: learned:7.", parse=_drafted),
-    ] = None
-    max_response_tokens: Annotated[
-        int | None,
-        Option(
-            "The run's cap: responses of this length count as cut.", names=("--cap", "--max-response-tokens"), min=1
-        ),
-    ] = None
+    column: str | None = option(
+        "Field of the lengths (metrics: of their means), where its name is unusual; a.b is b within a."
+    )
+    step_column: str | None = option("Field of the RL step, likewise.")
+    group_column: str | None = option("Field that is the same for all samples of a prompt, likewise.")
+    lists: Lists | None = option("What lists of numbers are: lengths, of a response each, or token ids.")
+    group_size: int | None = option("Samples per prompt, so many in a row, where nothing names the prompt.", min=1)
+    responses: int | None = option("metrics: responses of an RL step, where the log has no number.", min=1)
+    run: int | None = option("metrics: which run of a log that has several.", min=1)
+    drafted: str | None = option(
+        "metrics: what the log's run drafted with, where it has an accept length: learned:7.", parse=_drafted
+    )
+    max_response_tokens: int | None = option(
+        "The run's cap: responses of this length count as cut.", names=("--cap", "--max-response-tokens"), min=1
+    )
     tokens: TokenCounter = field(default=NoTokenCounter(), compare=False)
     needs: tuple[str, ...] = ()
 
