@@ -25,7 +25,7 @@ from __future__ import annotations
 import inspect
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache, wraps
 from inspect import Parameter
 from numbers import Integral, Real
@@ -105,7 +105,7 @@ class Option:
 
 
 def option(help: str, default: Any = None, **settings: Any) -> Any:
-    """Return a field of a dataclass with this default and an `Option`, whose `settings` these are."""
+    """Return a field of a dataclass, or a parameter of a `command`, with this default and an `Option` of `settings`."""
     return field(default=default, metadata={"option": Option(help, **settings)})
 
 
@@ -189,36 +189,45 @@ def _json(value: Any) -> Any:
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the function with the fields of its settings as parameters, for Typer and for callers in Python."""
+    """Return the function with the fields of its settings as parameters, for Typer and for callers in Python.
+
+    Parameters whose default is an `option` are options too, which have no place in a settings file.
+    """
     import typer
 
     taken: dict[str, tuple[type, dict[str, Option]]] = {}
     parameters: list[Parameter] = []
+    own: dict[str, Any] = {}
     hints = get_type_hints(function, include_extras=True)
     for parameter in inspect.signature(function).parameters.values():
         hint = hints[parameter.name]
         kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, BaseModel)):
+        if isinstance(parameter.default, Field):
+            marked = _completed(parameter.default.metadata["option"], hint, parameter.default.default)
+            parameters.append(_parameter(parameter.name, marked))
+            own[parameter.name] = marked.default
+        elif isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, BaseModel)):
             options: dict[str, Option] = dict(options_of(kind))
             for mark in getattr(hint, "__metadata__", ()):
                 options = mark.apply(options)
             taken[parameter.name] = kind, options
             parameters += [_parameter(name, option) for name, option in options.items()]
         else:
-            by_name = Parameter.KEYWORD_ONLY if taken else parameter.kind
+            by_name = Parameter.KEYWORD_ONLY if taken or own else parameter.kind
             parameters.append(parameter.replace(annotation=hint, kind=by_name))
     about = "Options from a TOML file, by their names in Python; those of the command line win."
     file_option = Annotated[Path | None, typer.Option("--settings", metavar="FILE.toml", help=about)]
-    parameters += [
-        Parameter("settings_file", Parameter.KEYWORD_ONLY, default=None, annotation=file_option),
-        Parameter("context", Parameter.KEYWORD_ONLY, default=None, annotation=typer.Context),
-    ]
+    if taken:
+        parameters += [
+            Parameter("settings_file", Parameter.KEYWORD_ONLY, default=None, annotation=file_option),
+            Parameter("typer_context", Parameter.KEYWORD_ONLY, default=None, annotation=typer.Context),
+        ]
     signature = inspect.Signature(parameters)
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs).arguments
-        context, file = given.pop("context", None), given.pop("settings_file", None)
+        context, file = given.pop("typer_context", None), given.pop("settings_file", None)
         known = [name for _, options in taken.values() for name in options]
         read = {} if file is None else _read(file, known)
         for parameter, (kind, options) in taken.items():
@@ -231,7 +240,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                     values[name] = value
             with faults_in(file or function.__name__.replace("_", "-")):
                 given[parameter] = kind(**values)
-        function(**given)
+        function(**own | given)
 
     run.__signature__ = signature  # type: ignore[attr-defined]
     return run

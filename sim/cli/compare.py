@@ -12,7 +12,7 @@ from tltlab.console import AllowCode, emit, json_rows, made_by
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import check_writable, write_file, write_json
 from tltlab.importers.sources import read
-from tltlab.options import Option, Without, command, to_json
+from tltlab.options import Option, Without, command, option, to_json
 from tltlab.own import code_allowed
 from tltlab.planning.systems import SYSTEMS
 from tltlab.sim.options import counting
@@ -30,21 +30,16 @@ SAMPLED = "a:b, RL steps a to b - 1; or one; or all. [default: of more than 24 a
 def compare(
     trace: Annotated[Path, typer.Argument(help="A trace or RUN folder, or a file of lengths.")],
     config: Annotated[StudyConfig, Without(jobs=Option(default=None))],
-    policies: Annotated[
-        str | None,
-        typer.Option(
-            help="Names, drafts (ngram:4@8), files or package.module:Class, with commas between; the first is the "
-            f"baseline. [default: {POLICIES}]"
-        ),
-    ] = None,
-    systems: Annotated[
-        str | None,
-        typer.Option(help=f"Systems from the literature instead: all, or {','.join(SYSTEMS)}; verl is the baseline."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write .json (for `tltlab report`), .csv, or a picture; an interrupted comparison goes on."),
-    ] = None,
+    policies: str | None = option(
+        "Names, drafts (ngram:4@8), files or package.module:Class, with commas between; the first is the "
+        f"baseline. [default: {POLICIES}]"
+    ),
+    systems: str | None = option(
+        f"Systems from the literature instead: all, or {','.join(SYSTEMS)}; verl is the baseline."
+    ),
+    out: Path | None = option(
+        "Write .json (for `tltlab report`), .csv, or a picture; an interrupted comparison goes on."
+    ),
     allow_code: AllowCode = None,
 ) -> None:
     """Compare policies, or systems from the literature, on the same responses; lists of values make a grid.

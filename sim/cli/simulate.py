@@ -15,7 +15,7 @@ from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
-from tltlab.options import command
+from tltlab.options import command, option
 from tltlab.own import code_allowed
 from tltlab.planning.composition import asynchronous
 from tltlab.planning.systems import SYSTEMS
@@ -36,53 +36,24 @@ from tltlab.traces.schema import MANIFEST_FILE
 def simulate(
     trace: Annotated[Path, typer.Argument(help="A trace or RUN folder.")],
     config: SimulationConfig,
-    policy: Annotated[
-        str, typer.Option(help="Shipped name, drafts (ngram:4@8), policy file or package.module:Class.")
-    ] = "none",
-    system: Annotated[
-        str | None,
-        typer.Option(help=f"A system from the literature in place of a policy: {', '.join(SYSTEMS)}."),
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="One strategy throughout, ngram:4 or D,K,V as 4,1,5; replaces --policy.")
-    ] = None,
-    sd_threshold: Annotated[
-        int | None, typer.Option(help="Speculate only while at most this many requests run on the worker.")
-    ] = None,
-    staleness: Annotated[
-        int,
-        typer.Option(help="Engines go on from RL step to RL step, bounded to so many updates. [0: synchronous]"),
-    ] = 0,
-    stale: Annotated[
-        str,
-        typer.Option(help="With --staleness: hold (begin no more than that allows) or drop (what is older)."),
-    ] = "hold",
-    concurrency: Annotated[
-        float, typer.Option(help="With --staleness: responses in flight, as a multiple of what an RL step trains.")
-    ] = 1.0,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the simulated trace to this folder; an earlier simulation is replaced.")
-    ] = None,
-    record_iterations: Annotated[
-        bool, typer.Option("--record-iterations", help="Write iterations and decisions too.")
-    ] = False,
-    stages: Annotated[
-        str | None, typer.Option(help="Stage costs, a file or preset: simulate whole RL steps, not rollouts alone.")
-    ] = None,
-    topology: Annotated[
-        str | None,
-        typer.Option(
-            help="With --stages: colocated (all GPUs do all stages) or separate (GPUs that train apart). "
-            "[default: colocated, or the system's]"
-        ),
-    ] = None,
-    gpus_per_worker: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --stages: GPUs of a rollout worker. [default: the costs' tp, else 1]"),
-    ] = None,
-    max_staleness: Annotated[
-        int, typer.Option(help="With --topology separate: rollouts may run on weights that many updates old.")
-    ] = 0,
+    policy: str = option("Shipped name, drafts (ngram:4@8), policy file or package.module:Class.", "none"),
+    system: str | None = option(f"A system from the literature in place of a policy: {', '.join(SYSTEMS)}."),
+    strategy: str | None = option("One strategy throughout, ngram:4 or D,K,V as 4,1,5; replaces --policy."),
+    sd_threshold: int | None = option("Speculate only while at most this many requests run on the worker."),
+    staleness: int = option("Engines go on from RL step to RL step, bounded to so many updates. [0: synchronous]", 0),
+    stale: str = option("With --staleness: hold (begin no more than that allows) or drop (what is older).", "hold"),
+    concurrency: float = option("With --staleness: responses in flight, as a multiple of what an RL step trains.", 1.0),
+    out: Path | None = option("Write the simulated trace to this folder; an earlier simulation is replaced."),
+    record_iterations: bool = option("Write iterations and decisions too.", False),
+    stages: str | None = option("Stage costs, a file or preset: simulate whole RL steps, not rollouts alone."),
+    topology: str | None = option(
+        "With --stages: colocated (all GPUs do all stages) or separate (GPUs that train apart). "
+        "[default: colocated, or the system's]"
+    ),
+    gpus_per_worker: int | None = option(
+        "With --stages: GPUs of a rollout worker. [default: the costs' tp, else 1]", min=1
+    ),
+    max_staleness: int = option("With --topology separate: rollouts may run on weights that many updates old.", 0),
     allow_code: AllowCode = None,
 ) -> None:
     """Replay a trace's responses under a policy, a cost model and a placement.

@@ -14,7 +14,7 @@ from tltlab.console import emit, made_by, progress, progress_bar
 from tltlab.errors import ConfigError
 from tltlab.files import check_writable
 from tltlab.importers.sources import read
-from tltlab.options import Option, Without, command, to_json
+from tltlab.options import Option, Without, command, option, to_json
 from tltlab.sim.printed import tuning_text
 from tltlab.sim.study.jobs import counted
 from tltlab.sim.tuning.tune import TuneConfig
@@ -26,9 +26,7 @@ def tune(
     traces: Annotated[list[Path], typer.Argument(help="Traces or RUN folders; with several, tuned on all of them.")],
     config: Annotated[TuneConfig, Without("mode", "spot", jobs=Option(default=None))],
     out: Annotated[Path, typer.Option(help="Where the policy file goes.")],
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the trials that an interrupted tune left in OUT.trials.")
-    ] = False,
+    resume: bool = option("Go on with the trials that an interrupted tune left in OUT.trials.", False),
 ) -> None:
     """Find a policy for a trace in simulation, judge it on RL steps held out, and report whether it was worth it.
 

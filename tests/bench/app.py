@@ -13,6 +13,7 @@ from bench.harness import Text, changed, shown
 from tltlab.console import command_group, emit, progress, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
+from tltlab.options import command, option
 
 MODEL_FREE = "model-free"
 DRAFTER_PARTS = (MODEL_FREE, "adaptive", "coordination")
@@ -29,14 +30,15 @@ app = command_group(help="Benchmarks, as ratios within one run.", no_args_is_hel
 
 def _sized(help: str, least: int = 1) -> Any:
     """An option whose default is the benchmark's size of that name."""
-    return Option(min=least, help=help, show_default=False)
+    return option(help, min=least)
 
 
 @app.command()
+@command
 def sim(
-    rounds: Annotated[int, Option(min=2, help="Times that every case runs, in turn.")] = 7,
-    configurations: Annotated[int, Option(min=0, help="Tables in the sweep over ten RL steps; 0 for none.")] = 1000,
-    jobs: Annotated[int, Option(min=1, help="Processes that share the sweep.")] = 1,
+    rounds: int = option("Times that every case runs, in turn.", 7, min=2),
+    configurations: int = option("Tables in the sweep over ten RL steps; 0 for none.", 1000, min=0),
+    jobs: int = option("Processes that share the sweep.", 1, min=1),
 ) -> None:
     """How fast the simulator is, against an event per iteration and against a pure closed form.
 
@@ -49,15 +51,15 @@ def sim(
 
 
 @app.command()
+@command
 def commands(
-    only: Annotated[
-        str, Option(help="Commands to run, with commas: simulate,tune, or 'simulate none'; '' for all.")
-    ] = "",
-    sizes: Annotated[
-        str, Option(help="Inputs, with commas: shipped traces, and CSVs of so many RL steps x 2,048 responses.")
-    ] = "tiny,subset-sum-small,8,300",
-    rounds: Annotated[int, Option(min=1, help="Times that every command runs, in turn.")] = 3,
-    timeout: Annotated[float, Option(min=0.01, help="Seconds after which a command is ended.")] = 300,
+    only: str = option("Commands to run, with commas: simulate,tune, or 'simulate none'; '' for all.", ""),
+    sizes: str = option(
+        "Inputs, with commas: shipped traces, and CSVs of so many RL steps x 2,048 responses.",
+        "tiny,subset-sum-small,8,300",
+    ),
+    rounds: int = option("Times that every command runs, in turn.", 3, min=1),
+    timeout: float = option("Seconds after which a command is ended.", 300, min=0.01),
     out: Result = None,
 ) -> None:
     """What users wait for: seconds, processor seconds and peak memory of whole commands, and how these grow.
@@ -72,10 +74,13 @@ def commands(
 
 
 @app.command()
+@command
 def accuracy(
     data: Annotated[Path, Option(help="Folder of the measurements that the cost models are held against.")],
-    left_out: Annotated[bool, Option(help="Fit profiles without each model, GPU and engine; half a minute.")] = True,
-    every: Annotated[bool, Option("--all", help="Every set of measurements, not a summary of one screen.")] = False,
+    left_out: bool = option(
+        "Fit profiles without each model, GPU and engine; half a minute.", True, names=("--left-out/--no-left-out",)
+    ),
+    every: bool = option("Every set of measurements, not a summary of one screen.", False, names=("--all",)),
 ) -> None:
     """Predicted against measured: cost and memory models, fitted anew, on data not used for the fit where it says so.
 
@@ -89,29 +94,28 @@ def accuracy(
 
 
 @app.command()
+@command
 def drafter(
     trace: Annotated[Path | None, Argument(help="A trace with tokens; without one the text is made up.")] = None,
-    groups: Annotated[int | None, _sized("Prompts to take. [default: all of a trace, 2 made up]")] = None,
-    response_tokens: Annotated[int, Option(min=2, help="Length of a made-up response.")] = 16_384,
-    depth: Annotated[int, Option(min=1, help="Longest draft of drafters that run no network.")] = 8,
-    parts: Annotated[
-        str,
-        Option(
-            help="What to measure, separated by commas: model-free (a minute on the shipped traces: index time and "
-            "memory), adaptive (6: frozen against trained beside the rollout), coordination (4: what that costs the "
-            "rollout). Times are of two idle cores; a model and a warm-up take 3 more."
-        ),
-    ] = ",".join(DRAFTER_PARTS),
+    groups: int | None = _sized("Prompts to take. [default: all of a trace, 2 made up]"),
+    response_tokens: int = option("Length of a made-up response.", 16_384, min=2),
+    depth: int = option("Longest draft of drafters that run no network.", 8, min=1),
+    parts: str = option(
+        "What to measure, separated by commas: model-free (a minute on the shipped traces: index time and "
+        "memory), adaptive (6: frozen against trained beside the rollout), coordination (4: what that costs the "
+        "rollout). Times are of two idle cores; a model and a warm-up take 3 more.",
+        ",".join(DRAFTER_PARTS),
+    ),
     model: OwnModel = None,
     size: Annotated[str | None, Option(help="Size of that model. [default: small]", show_default=False)] = None,
-    workers: Annotated[int | None, _sized("Rollout workers. [default: 4]")] = None,
-    steps: Annotated[int | None, _sized("RL steps, frozen and adaptive. [default: 12]")] = None,
-    seeds: Annotated[int | None, _sized("Seeds of adaptive. [default: 1]")] = None,
-    pairs: Annotated[int | None, _sized("Rollouts done with and without training. [default: 16]", 2)] = None,
-    draft_depth: Annotated[int | None, _sized("Draft of the learned drafter. [default: 4]")] = None,
+    workers: int | None = _sized("Rollout workers. [default: 4]"),
+    steps: int | None = _sized("RL steps, frozen and adaptive. [default: 12]"),
+    seeds: int | None = _sized("Seeds of adaptive. [default: 1]"),
+    pairs: int | None = _sized("Rollouts done with and without training. [default: 16]", 2),
+    draft_depth: int | None = _sized("Draft of the learned drafter. [default: 4]"),
     seed: FirstSeed = 0,
     out: Folder = None,
-    fast: Annotated[bool, Option("--fast", help="A tiny model and little of everything.")] = False,
+    fast: bool = option("A tiny model and little of everything.", False),
 ) -> None:
     """Drafters: those that run no network, and the adaptive one on real GRPO runs.
 
@@ -144,15 +148,16 @@ def drafter(
 
 
 @app.command()
+@command
 def regimes(
-    only: Annotated[str, Option(help="Regimes, with commas: tiny,heavy tail; '' for all.")] = "",
-    traces: Annotated[Path, Option(help="Folder of the recorded ones.")] = Path("traces"),
-    rl_steps: Annotated[int, Option(min=1, help="RL steps of each.")] = 4,
-    seeds: Annotated[int, Option(min=1, help="Seeds of each.")] = 2,
+    only: str = option("Regimes, with commas: tiny,heavy tail; '' for all.", ""),
+    traces: Path = option("Folder of the recorded ones.", Path("traces")),
+    rl_steps: int = option("RL steps of each.", 4, min=1),
+    seeds: int = option("Seeds of each.", 2, min=1),
     seed: FirstSeed = 0,
-    jobs: Annotated[int, Option(min=1, help="Processes that share the regimes.")] = 1,
+    jobs: int = option("Processes that share the regimes.", 1, min=1),
     out: Result = None,
-    fast: Annotated[bool, Option("--fast", help="Two RL steps, one seed.")] = False,
+    fast: bool = option("Two RL steps, one seed.", False),
 ) -> None:
     """Every policy on traces and regimes, simulated, over the best fixed strategy in hindsight; 6 minutes.
 
@@ -170,14 +175,15 @@ def regimes(
 
 
 @app.command()
+@command
 def seam(
     cases: Annotated[
         str | None,
         Option(help="Shipped policies, record and capture, with commas. [default: all]", show_default=False),
     ] = None,
     batches: Batches = "1,8,32,128,256,512",
-    iterations: Annotated[int, Option(min=20, help="Iterations of each case that are measured.")] = 200,
-    cold: Annotated[bool, Option("--cold", help="Empty the processor's caches before each call.")] = False,
+    iterations: int = option("Iterations of each case that are measured.", 200, min=20),
+    cold: bool = option("Empty the processor's caches before each call.", False),
 ) -> None:
     """Processor time of all that is ours in an iteration of vLLM's scheduler, by policy and batch; no model runs.
 
@@ -191,17 +197,19 @@ def seam(
 
 
 @app.command("batch-size")
+@command
 def batch_size(
     model: OwnModel = None,
-    policies: Annotated[
-        str, Option(help="Policies beside plain decoding, with commas: a shipped policy's name, a file, ngram:4.")
-    ] = "ngram:1,ngram:2,ngram:4,ngram:8,beg-mab",
+    policies: str = option(
+        "Policies beside plain decoding, with commas: a shipped policy's name, a file, ngram:4.",
+        "ngram:1,ngram:2,ngram:4,ngram:8,beg-mab",
+    ),
     batches: Batches = "1,2,4,8,16,32,64",
-    rounds: Annotated[int, Option(min=1, help="Visits of every policy to every batch size.")] = 8,
-    tokens: Annotated[int, Option(min=32, help="Tokens of each request in a visit, on average.")] = 64,
+    rounds: int = option("Visits of every policy to every batch size.", 8, min=1),
+    tokens: int = option("Tokens of each request in a visit, on average.", 64, min=32),
     seed: FirstSeed = 0,
     out: Result = None,
-    fast: Annotated[bool, Option("--fast", help="Three batch sizes, two rounds, a tiny model.")] = False,
+    fast: bool = option("Three batch sizes, two rounds, a tiny model.", False),
 ) -> None:
     """At which batch sizes drafts pay on a real engine, and whether a policy that learns finds them (2 minutes).
 
@@ -224,14 +232,15 @@ def batch_size(
 
 
 @app.command()
+@command
 def systems(
-    only: Annotated[str, Option(help="Systems, with commas: verl,tlt; '' for all.")] = "",
+    only: str = option("Systems, with commas: verl,tlt; '' for all.", ""),
     model: OwnModel = None,
-    steps: Annotated[int | None, _sized("RL steps of each run. [default: 5]", 3)] = None,
-    seeds: Annotated[int | None, _sized("Runs of every system. [default: 1]")] = None,
+    steps: int | None = _sized("RL steps of each run. [default: 5]", 3),
+    seeds: int | None = _sized("Runs of every system. [default: 1]"),
     seed: FirstSeed = 0,
     out: Folder = None,
-    fast: Annotated[bool, Option("--fast", help="Few and short responses.")] = False,
+    fast: bool = option("Few and short responses.", False),
 ) -> None:
     """GRPO under systems of the literature on real engines: seconds against their prediction, and rewards (16 minutes).
 
@@ -252,18 +261,19 @@ def systems(
 
 
 @app.command()
+@command
 def driver(
-    workers: Annotated[int, Option(min=1, help="Rollout workers.")] = 64,
-    responses: Annotated[int, Option(min=1, help="Responses of each in an RL step.")] = 128,
-    tokens: Annotated[int, Option(min=2, help="Tokens of a response, in the mean.")] = 8000,
-    ranks: Annotated[int, Option(min=1, help="The trainer's ranks.")] = 8,
-    group_size: Annotated[int, Option(min=2, help="Responses to each prompt.")] = 16,
-    policy: Annotated[str, Option(help="The engines' policy: it says what drafters remember.")] = "beg-mab-suffix",
-    reward_processes: Annotated[int, Option(min=0, help="Processes that compute rewards.")] = 1,
-    growth: Annotated[str, Option(help="Numbers of workers to measure before that, with commas.")] = "8",
-    steps: Annotated[int, Option(min=1, help="RL steps of each; the last one counts.")] = 2,
+    workers: int = option("Rollout workers.", 64, min=1),
+    responses: int = option("Responses of each in an RL step.", 128, min=1),
+    tokens: int = option("Tokens of a response, in the mean.", 8000, min=2),
+    ranks: int = option("The trainer's ranks.", 8, min=1),
+    group_size: int = option("Responses to each prompt.", 16, min=2),
+    policy: str = option("The engines' policy: it says what drafters remember.", "beg-mab-suffix"),
+    reward_processes: int = option("Processes that compute rewards.", 1, min=0),
+    growth: str = option("Numbers of workers to measure before that, with commas.", "8"),
+    steps: int = option("RL steps of each; the last one counts.", 2, min=1),
     out: Result = None,
-    fast: Annotated[bool, Option("--fast", help="4 workers x 16 responses x 200 tokens, after 2.")] = False,
+    fast: bool = option("4 workers x 16 responses x 200 tokens, after 2.", False),
 ) -> None:
     """What a run's driver costs by itself: seconds and bytes of an RL step by part, against scripted engines.
 
@@ -290,19 +300,20 @@ def driver(
 
 
 @app.command()
+@command
 def gpu(
     part: Annotated[str, Argument(help="quick, show, graphs, seam, sync or update.")],
     model: Annotated[
         Path | None,
         Argument(help="A model's folder, with a config.json; of quick a shape, of show a quick.json."),
     ] = None,
-    shape: Annotated[str | None, Option(help="Make MODEL first: the shape of Qwen2.5-7B, ..., no weights.")] = None,
+    shape: str | None = option("Make MODEL first: the shape of Qwen2.5-7B, ..., no weights."),
     batches: Batches = "1,8,32,64",
-    rounds: Annotated[int, Option(min=1, help="Times that each is measured in an engine.")] = 3,
-    tokens: Annotated[int, Option(min=1, help="Tokens of each response, for seam and update.")] = 256,
-    kv_gib: Annotated[float, Option(min=0.01, help="Size of each engine's KV cache in GiB.")] = 16,
-    minutes: Annotated[float, Option(min=0.1, help="Of quick: plan what fits into so many.")] = 6,
-    out: Annotated[Path | None, Option(help="File to write after each engine, as JSON.")] = None,
+    rounds: int = option("Times that each is measured in an engine.", 3, min=1),
+    tokens: int = option("Tokens of each response, for seam and update.", 256, min=1),
+    kv_gib: float = option("Size of each engine's KV cache in GiB.", 16, min=0.01),
+    minutes: float = option("Of quick: plan what fits into so many.", 6, min=0.1),
+    out: Path | None = option("File to write after each engine, as JSON."),
 ) -> None:
     """What only a GPU tells: CUDA graphs captured and run, tokens/s beside stock vLLM, weight sync, determinism.
 
@@ -342,18 +353,18 @@ def gpu(
 
 
 @app.command()
+@command
 def train(
-    trl: Annotated[
-        Path | None,
-        Option(help="Folder of `pip install --target FOLDER --no-deps trl==1.16.0 accelerate==1.15.0`; else pip runs."),
-    ] = None,
+    trl: Path | None = option(
+        "Folder of `pip install --target FOLDER --no-deps trl==1.16.0 accelerate==1.15.0`; else pip runs."
+    ),
     model: OwnModel = None,
-    steps: Annotated[int | None, _sized("RL steps of each run. [default: 5]", 2)] = None,
-    blocks: Annotated[int | None, _sized("Runs of every side, in turn. [default: 4]")] = None,
+    steps: int | None = _sized("RL steps of each run. [default: 5]", 2),
+    blocks: int | None = _sized("Runs of every side, in turn. [default: 4]"),
     policy: Policies = "none",
     seed: FirstSeed = 0,
     out: Folder = None,
-    fast: Annotated[bool, Option("--fast", help="A tiny model, little of everything, no vLLM in TRL.")] = False,
+    fast: bool = option("A tiny model, little of everything, no vLLM in TRL.", False),
 ) -> None:
     """GRPO with `tltlab train` against TRL's GRPOTrainer: seconds per RL step, lines to write, reward (25 minutes).
 

@@ -25,6 +25,7 @@ from tltlab.console import emit, table
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, NETWORK, Drafters, DrafterTraits, ModelFreeSpec, OwnDrafter
 from tltlab.errors import ConfigError, InputError
 from tltlab.importers.sources import read
+from tltlab.options import command, option
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import Contents
 from tltlab.traces.storage import TableWriter, cannot_write, is_unfinished, new_trace_folder, table_writer, write_tables
@@ -37,6 +38,7 @@ _LEARNED = ("learned", "draft_model", "eagle", "eagle3")
 _TEXT_SPECS: TypeAdapter[ModelFreeSpec] = TypeAdapter(Annotated[ModelFreeSpec, Field(discriminator="kind")])
 
 
+@command
 def annotate_trace(
     trace: Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="A trace with the tokens of its responses.")],
     drafter: Annotated[
@@ -47,9 +49,9 @@ def annotate_trace(
             "learned:FOLDER (what it holds), or module:Class; @N at the end: it is N RL steps old. Repeatable.",
         ),
     ],
-    max_depth: Annotated[int, typer.Option(help="Tokens drafted at each position.")] = 16,
-    out: Annotated[Path | None, typer.Option(help="Write a trace there and leave TRACE as it is.")] = None,
-    model: Annotated[Path | None, typer.Option(help="eagle: the folder of the model that wrote the text.")] = None,
+    max_depth: int = option("Tokens drafted at each position.", 16),
+    out: Path | None = option("Write a trace there and leave TRACE as it is."),
+    model: Path | None = option("eagle: the folder of the model that wrote the text."),
 ) -> None:
     """Replay recorded text under drafters and write acceptance.parquet: tokens kept of a draft at every position.
 
@@ -124,11 +126,11 @@ def _model_free(text: str) -> ModelFreeSpec:
         own.check()
         return own
     value: dict[str, Any] = {"kind": kind}
-    for option in options.split(",") if options else ():
-        key, equals, setting = option.partition("=")
+    for written in options.split(",") if options else ():
+        key, equals, setting = written.partition("=")
         if not equals:
             raise ConfigError(
-                f"--drafter {text}: {option!r} is no key=value; such as suffix:scopes=problem+request,window=16"
+                f"--drafter {text}: {written!r} is no key=value; such as suffix:scopes=problem+request,window=16"
             )
         value[key] = setting.split("+") if key == "scopes" else setting
     try:

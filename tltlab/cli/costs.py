@@ -10,12 +10,14 @@ import typer
 from tltlab.console import emit, parse_strategy, table, table_text, whole_numbers
 from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
+from tltlab.options import command, option
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 if TYPE_CHECKING:
     from tltlab.costs.base import CostModel
 
 
+@command
 def costs(
     name: Annotated[
         str | None,
@@ -23,15 +25,11 @@ def costs(
             help="A preset, a cost model's file, or ENGINE:GPUS:MODEL[:WEIGHTS[:KV]]; without one they are listed."
         ),
     ] = None,
-    batch: Annotated[str, typer.Option(help="Batch sizes, with commas between them.")] = "1,8,32,128",
-    context: Annotated[int, typer.Option(min=0, help="Tokens of context per request.")] = 4096,
-    strategy: Annotated[
-        str | None, typer.Option(help="ngram:4, or D,K,V: depth, top_k and tokens to verify of a draft.")
-    ] = None,
-    drafter: Annotated[str, typer.Option(help="The strategy's drafter: learned, ngram, suffix, ...")] = "learned",
-    accept_length: Annotated[
-        float | None, typer.Option(min=1, help="Tokens per request and speculative iteration, bonus token included.")
-    ] = None,
+    batch: str = option("Batch sizes, with commas between them.", "1,8,32,128"),
+    context: int = option("Tokens of context per request.", 4096, min=0),
+    strategy: str | None = option("ngram:4, or D,K,V: depth, top_k and tokens to verify of a draft."),
+    drafter: str = option("The strategy's drafter: learned, ngram, suffix, ...", "learned"),
+    accept_length: float | None = option("Tokens per request and speculative iteration, bonus token included.", min=1),
 ) -> None:
     """Print ms and tokens per second of an iteration by a cost model for each batch, plain and with speculation.
 

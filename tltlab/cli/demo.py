@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from tltlab.console import emit, progress
 from tltlab.errors import ConfigError
+from tltlab.options import command, option
 
 
+@command
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for everything; it becomes a RUN.")] = Path("demo"),
-    fast: Annotated[bool, typer.Option("--fast", help="A tiny model and few steps: 3 minutes instead of 10.")] = False,
-    task: Annotated[str, typer.Option(help="The task of the model: subset-sum or gcd.")] = "subset-sum",
-    seed: Annotated[int, typer.Option(help="Seed of the model, the data order and the policies.")] = 0,
+    out: Path = option("Folder for everything; it becomes a RUN.", Path("demo")),
+    fast: bool = option("A tiny model and few steps: 3 minutes instead of 10.", False),
+    task: str = option("The task of the model: subset-sum or gcd.", "subset-sum"),
+    seed: int = option("Seed of the model, the data order and the policies.", 0),
 ) -> None:
     """The whole loop on this machine's CPU: train, record, calibrate, predict, pick a policy, run it, compare.
 

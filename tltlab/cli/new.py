@@ -14,19 +14,19 @@ import typer
 from tltlab.console import emit
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import write_file
+from tltlab.options import command, option
 
 KINDS = ("recipe", "policy", "drafter", "placement", "costs", "acceptance", "reward")
 _PROBLEMS = 32
 
 
+@command
 def new(
     kind: Annotated[str, typer.Argument(help=f"What to write: {', '.join(KINDS)}.")],
     name: Annotated[
         str | None, typer.Argument(help="A Python name; of a recipe its folder. [default: my_KIND]")
     ] = None,
-    model: Annotated[
-        str, typer.Option(help="Of a recipe: a Hugging Face folder or id.")
-    ] = "Qwen/Qwen2.5-0.5B-Instruct",
+    model: str = option("Of a recipe: a Hugging Face folder or id.", "Qwen/Qwen2.5-0.5B-Instruct"),
 ) -> None:
     """Write a recipe or a part of your own that runs as it stands, to be changed.
 

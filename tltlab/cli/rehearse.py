@@ -10,7 +10,7 @@ import typer
 
 from tltlab.console import AllowCode, emit
 from tltlab.importers.sources import read
-from tltlab.options import command
+from tltlab.options import command, option
 from tltlab.own import code_allowed
 from tltlab.rehearsal.settings import RehearsalConfig
 
@@ -20,12 +20,8 @@ def rehearse(
     trace: Annotated[Path, typer.Argument(help="A trace, or lengths in any format that `what-if` takes.")],
     model: Annotated[str, typer.Option(help="A shape: a name such as Qwen2.5-7B, a config.json, or tiny-shape.")],
     config: RehearsalConfig,
-    minutes: Annotated[
-        float | None, typer.Option(min=0.1, help="Plan what fits into so many, starts of engines included.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="A RUN; the same command goes on with what is not there yet.")] = Path(
-        "rehearsal"
-    ),
+    minutes: float | None = option("Plan what fits into so many, starts of engines included.", min=0.1),
+    out: Path = option("A RUN; the same command goes on with what is not there yet.", Path("rehearsal")),
     allow_code: AllowCode = None,
 ) -> None:
     """Play a recorded rollout on a real engine, with a model's shape and no weights, under each policy.

@@ -9,23 +9,24 @@ import typer
 
 from tltlab.console import emit
 from tltlab.files import check_writable
+from tltlab.options import command, option
 from tltlab.report.write import default_out
 from tltlab.report.write import report as make
 from tltlab.traces.trace import check_source, locate
 
 
+@command
 def report(
     run: Annotated[
         Path,
         typer.Argument(metavar="RUN|FILE.json", help="A RUN or trace folder, or JSON of compare, tune, verify."),
     ],
-    out: Annotated[Path | None, typer.Option(help="The page. [default: RUN/report.html, or beside FILE.json]")] = None,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            help="Simulate a run: where its seconds go, and each RL step from the others where summary.json has none."
-        ),
-    ] = True,
+    out: Path | None = option("The page. [default: RUN/report.html, or beside FILE.json]"),
+    verify: bool = option(
+        "Simulate a run: where its seconds go, and each RL step from the others where summary.json has none.",
+        True,
+        names=("--verify/--no-verify",),
+    ),
 ) -> None:
     """Write one self-contained HTML page on a run or a comparison: pictures, tables, and how to repeat it.
 

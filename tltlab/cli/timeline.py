@@ -12,23 +12,18 @@ from tltlab.console import emit
 from tltlab.errors import ConfigError
 from tltlab.files import check_writable
 from tltlab.importers.sources import read
+from tltlab.options import command, option
 from tltlab.report.timeline import timeline as draw
 from tltlab.report.timeline import write_perfetto
 from tltlab.traces.lanes import median_step
 
 
+@command
 def timeline(
     trace: Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="A trace folder, or a run that has one.")],
-    out: Annotated[Path, typer.Option(help=".png or .svg: a picture; .json: for ui.perfetto.dev.")] = Path(
-        "timeline.png"
-    ),
-    rl_step: Annotated[
-        str | None, typer.Option(metavar="N|all", help="RL step; default: the one of median rollout time (json: all).")
-    ] = None,
-    compare: Annotated[
-        Path | None,
-        typer.Option(metavar="TRACE2", help="A second trace, recorded or simulated, drawn below and aligned."),
-    ] = None,
+    out: Path = option(".png or .svg: a picture; .json: for ui.perfetto.dev.", Path("timeline.png")),
+    rl_step: str | None = option("RL step; default: the one of median rollout time (json: all).", metavar="N|all"),
+    compare: Path | None = option("A second trace, recorded or simulated, drawn below and aligned.", metavar="TRACE2"),
 ) -> None:
     """Draw what every worker did over time, and how many requests were running.
 

@@ -62,11 +62,12 @@ def validate(trace: TraceArgument) -> None:
 
 
 @app.command()
+@command
 def repair(
     path: Annotated[
         Path, typer.Argument(metavar="TRACE|RUN", help="A trace that is damaged or whose recording was interrupted.")
     ],
-    out: Annotated[Path | None, typer.Option(help="Write the trace there and leave PATH as it is.")] = None,
+    out: Path | None = option("Write the trace there and leave PATH as it is."),
 ) -> None:
     """Finish an interrupted recording, and leave out what is damaged; a trace that is whole stays unchanged.
 
@@ -91,7 +92,7 @@ def import_trace(
     out: Annotated[Path, typer.Option(help="Folder to write; a trace there is replaced.")],
     reading: Reading,
     form: Annotated[Format | None, typer.Option("--format", help="[default: by the content]")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Rollout workers to write into the manifest.")] = None,
+    workers: int | None = option("Rollout workers to write into the manifest.", min=1),
 ) -> None:
     """Make a trace of rollouts, of requests, of a table of response lengths, or of a training log.
 

@@ -11,29 +11,23 @@ import typer
 
 from tltlab.console import AllowCode, emit, progress
 from tltlab.errors import ConfigError
+from tltlab.options import command, option
 
 if TYPE_CHECKING:
     from tltlab.runtime.recipe.recipe import Recipe
 
 
+@command
 def train(
     recipe: Annotated[
         str | None, typer.Argument(help="A TOML recipe, or the name of one that comes with tltlab.")
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; must not hold a run. [default: runs/run]")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Resume the run in this folder, by its own recipe.")] = None,
-    replay_decisions: Annotated[
-        Path | None, typer.Option(help="A trace whose strategies the policy follows while there are any.")
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check the recipe; print actors, memory, disk, simulated hours. Start nothing."),
-    ] = False,
-    lengths: Annotated[
-        Path | None,
-        typer.Option(help="With --dry-run: responses of this file or trace instead of each regime's."),
-    ] = None,
+    out: Path | None = option("The run's folder; must not hold a run. [default: runs/run]"),
+    resume: Path | None = option("Resume the run in this folder, by its own recipe."),
+    replay_decisions: Path | None = option("A trace whose strategies the policy follows while there are any."),
+    dry_run: bool = option("Check the recipe; print actors, memory, disk, simulated hours. Start nothing.", False),
+    lengths: Path | None = option("With --dry-run: responses of this file or trace instead of each regime's."),
     allow_code: AllowCode = None,
 ) -> None:
     """Train with GRPO on Ray and vLLM; every rollout is recorded in OUT/trace.

@@ -12,15 +12,17 @@ from typing import Annotated
 import typer
 
 from tltlab.console import emit
+from tltlab.options import command, option
 from tltlab.report.server import Runs, Server
 
 
+@command
 def ui(
     folder: Annotated[
         Path, typer.Argument(help="A folder with runs or traces in it, three levels deep at most.")
     ] = Path("."),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of 127.0.0.1; 0 for a free one.")] = 8730,
-    browser: Annotated[bool, typer.Option(help="Open the page where there is a display.")] = True,
+    port: int = option("Of 127.0.0.1; 0 for a free one.", 8730, min=0, max=65535),
+    browser: bool = option("Open the page where there is a display.", True, names=("--browser/--no-browser",)),
 ) -> None:
     """Show the runs of a folder in a browser: a list, each one's page, two side by side; a live run is followed.
 

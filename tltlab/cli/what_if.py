@@ -13,7 +13,7 @@ from tltlab.console import emit, json_rows, made_by
 from tltlab.files import check_writable, write_file, write_json
 from tltlab.importers.rows import Reading
 from tltlab.importers.sources import Format
-from tltlab.options import Option, Without, command, to_json
+from tltlab.options import Option, Without, command, option, to_json
 from tltlab.report.comparison import comparison_page
 from tltlab.report.page import Part, render
 from tltlab.report.parts import lengths_part, timelines_part
@@ -53,12 +53,8 @@ def what_if(
     ],
     reading: Annotated[Reading, Without("reward_columns")],
     form: Annotated[Format | None, typer.Option("--format", help="[default: by the content]")] = None,
-    policy_out: Annotated[
-        Path | None, typer.Option(help="Write the policy that needs no training as a policy file.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Write .html (a page), .png or .svg (the picture) or .json (the result).")
-    ] = None,
+    policy_out: Path | None = option("Write the policy that needs no training as a policy file."),
+    out: Path | None = option("Write .html (a page), .png or .svg (the picture) or .json (the result)."),
 ) -> None:
     """Estimate the speed-up of speculation for responses of these lengths, on which GPUs, and what limits it.
 
