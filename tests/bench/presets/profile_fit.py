@@ -7,8 +7,10 @@ no terms but those of kernels, and hold the hardware's share down from 0.5B to 7
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,39 +42,8 @@ class Prior:
     version: float = 0.0
 
 
-PRIORS = {
-    "memory": Prior(typical=0.85, shared=0.1, gpu=0.06, family=0.03),
-    "compute": Prior(typical=0.75, shared=0.15, gpu=0.1),
-    "kv": Prior(typical=0.8, shared=0.15, gpu=0.1),
-    "link": Prior(typical=0.6, shared=0.4, gpu=0.2),
-    "launch": Prior(typical=1.0, shared=0.0, gpu=0.2),
-    "knee": Prior(typical=2.0, shared=0.5),
-    "prefill": Prior(typical=0.9, shared=0.15, family=0.08),
-    "prompt_layer_s": Prior(typical=5e-5, shared=0.7, family=0.4),
-    "step_s": Prior(typical=1e-3, shared=0.7, family=0.7, version=0.2),
-    "layer_s": Prior(typical=2e-5, shared=0.5, family=0.4, version=0.2),
-    "attention_layer_s": Prior(typical=5e-6, shared=0.7),
-    "allreduce_s": Prior(typical=6e-6, shared=0.5, family=0.2),
-    "per_request_s": Prior(typical=3e-5, shared=0.7, family=0.7, version=0.2),
-    "quantised_memory": Prior(typical=0.9, shared=0.1),
-    "quantised_compute": Prior(typical=0.75, shared=0.15),
-    "int4_memory": Prior(typical=0.8, shared=0.15),
-    "int4_compute": Prior(typical=0.75, shared=0.15),
-    "quantised_kv": Prior(typical=1.0, shared=0.05, gpu=0.3),
-    "quantised_kv_layer_s": Prior(typical=1e-5, shared=0.7),
-    "sd_quantised_kv_s": Prior(typical=1e-3, shared=0.3, gpu=1.0),
-    "qk_norm_layer_s": Prior(typical=8e-6, shared=0.7, family=0.4),
-    "quantised_layer_s": Prior(typical=1e-5, shared=0.7, family=0.15),
-    "expert_layer_s": Prior(typical=4e-5, shared=0.6, family=0.4, version=0.6),
-    "expert_efficiency": Prior(typical=0.8, shared=0.2, version=0.4),
-    "expert_spread": Prior(typical=0.85, shared=0.05, version=0.3),
-    "sd_base_s": Prior(typical=1.5e-3, shared=0.7, family=0.4, version=0.4),
-    "draft_level_s": Prior(typical=1.5e-4, shared=0.7, family=0.4, version=0.4),
-    "draft_level_per_request_s": Prior(typical=5e-6, shared=1.0, family=0.4, version=0.4),
-    "verify_token_s": Prior(typical=1e-5, shared=1.0, family=0.4, version=0.4),
-    "tree_s": Prior(typical=5e-4, shared=0.7, family=0.4, version=0.4),
-    "context_tokens": Prior(typical=4096.0, shared=0.7),
-}
+_TABLE = tomllib.loads(Path(__file__).with_name("priors.toml").read_text())
+PRIORS = {term: Prior(**prior) for term, prior in _TABLE.items()}
 LEVELS = ("gpu", "family", "version")
 DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s", "tree_s", "verify_token_s")
 _SOFT = 0.1
