@@ -1,1 +1,1 @@
-"""A GRPO run from start to end: the RL step, actors, checkpoints and recovery, metrics and loggers."""
+"""A GRPO run from start to end: the RL step, actors, checkpoints, metrics and loggers."""

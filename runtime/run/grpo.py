@@ -309,10 +309,9 @@ class GrpoRun:
         self.events = RunEvents(self.out / "events.jsonl")
         self.drafting = drafter_of(recipe, self.policy, self.out, self.events)
         self.checkpoints = RunCheckpoints(self.out / "checkpoints", recipe.checkpoint.keep)
-        decisions = read(replay) if replay is not None else None
-        self.recovery = Recovery(
-            recipe, self.policy, self.checkpoints, self.data, self.drafting, self.events, replay=decisions
-        )
+        self._replay = read(replay) if replay is not None else None
+        self._restarts = 0
+        self._origin_drafter = self.drafting.state_dict(self.checkpoints.folder)
         self.state = RunState()
         self.watch: Callable[[StepReport], None] = lambda report: None
         """Receives the report of every RL step, also of repeated ones."""
@@ -353,7 +352,11 @@ class GrpoRun:
             modules = [part.module for part in self.policy.own_parts]
             keep_code(self.recipe.code, [*code_of(self.recipe), *modules], self.out)
             folder = self.checkpoints.latest(self.events.note) if self._resume else None
-            self.recovery.prepare(folder)
+            if folder is not None:
+                # The drafter that the run begins with, before any actor starts.
+                state, parts = read_state(folder, self.recipe)
+                self.events.rl_step = state.rl_step
+                self.drafting.load_state_dict(parts["drafter"], folder / "drafter")
             for note in (*notes_of(self.recipe), *self.data.notes):
                 self.events.note(note)
             stack.enter_context(self.reward_pool)
@@ -362,7 +365,7 @@ class GrpoRun:
             self.pool, self.trainers = self.actors.pool, self.actors.trainers
             write_json(self.out / "graphs.json", sealed(self.actors.graphs))
             self._choose_by(self.policy)
-            self.state = self.recovery.begin(self.actors, self.state, folder)
+            self._begin(folder)
             drafters = drafters_of(self.recipe, self.policy)
             manifest, path = run_manifest(self.recipe, self.out.name, drafters), self.out / "trace"
             self._recorder = Recorder.reopen(path, manifest, self.rl_step) if self._resume else Recorder(path, manifest)
@@ -408,6 +411,18 @@ class GrpoRun:
         self._choose_by(load_policy(policy), name)
         self._write_notes()
 
+    def _begin(self, folder: Path | None) -> None:
+        """Restore the checkpoint in `folder` in the started actors; with None the run begins."""
+        self.actors.engines_turn()
+        self._origin, self._origin_workers = self.state.copy(), self.pool.state_dicts()
+        if folder is not None:
+            try:
+                self._restore(folder)
+            except TrainerDied as error:
+                self._restart(error)
+        elif self._replay is not None:
+            self.pool.replay(self._replay)
+
     def _choose_as(self, policies: Sequence[Mapping[str, Any]]) -> None:
         """Restore the policy that `policies` had from this RL step on; it may have been set after the checkpoint."""
         for entry in policies:
@@ -435,7 +450,7 @@ class GrpoRun:
             except TrainerDied as error:
                 self._ahead.forget()
                 first = self.state.reward_first
-                self.state = self.recovery.restart(error)
+                self._restart(error)
                 # Measured under the initial policy, so it stays valid.
                 self.state.reward_first = first
                 self._recorder.rewind(self.rl_step)
@@ -631,9 +646,91 @@ class GrpoRun:
         return self._through(self._save_checkpoint)
 
     def _save_checkpoint(self) -> Path:
+        """Save all that the run needs to continue; return the checkpoint's folder.
+
+        Engines then load their saved state: a file changes the order of learned trees, and a continuing run must equal
+        a resumed one.
+        """
         # A resumed run needs the trace up to here.
         self._recorder.flush()
-        return self.recovery.save(self.state)
+        start = time.perf_counter()
+        # Failed workers are restarted here: a sleeping engine cannot return its learned state.
+        self.actors.engines_turn()
+        workers = self.pool.state_dicts()
+        self.actors.trainers_turn()
+
+        def write(folder: Path) -> None:
+            self.trainers.save_checkpoint(str((folder / "trainer").resolve()))
+            parts = {
+                "recipe_policy": self.policy.model_dump(mode="json"),
+                **self.data.state_dict(folder / "rollouts"),
+                "drafter": self.drafting.state_dict(folder / "drafter"),
+                "history": self.pool.history.state_dict(folder / "history"),
+                "lengths": self.pool.lengths,
+            }
+            write_state(folder, self.state, parts, workers, self.recipe)
+
+        folder = self.checkpoints.save(self.rl_step, write)
+        self.pool.load_state_dicts(workers)
+        self.events.record(f"{folder.name} saved", seconds=round(time.perf_counter() - start, 3))
+        return folder
+
+    def _restart(self, error: TrainerDied) -> None:
+        """Restart the trainers and go back to the newest checkpoint or the start, repeatedly if they fail again."""
+        while True:
+            self._restarts += 1
+            if self._restarts > self.recipe.faults.max_restarts:
+                raise RunError(f"{error}; that was more than faults.max_restarts = {self.recipe.faults.max_restarts}")
+            folder = self.checkpoints.latest(self.events.note)
+            self.events.note(f"{error}; trainers are restarted from {'the start' if folder is None else folder.name}")
+            try:
+                self.actors.restart_trainers()
+                drafter = self._restore(folder)
+                self.drafting.rewind(self.rl_step, drafter, None if folder is None else folder / "drafter")
+                return
+            except TrainerDied as again:
+                error = again
+
+    def _restore(self, folder: Path | None) -> Mapping[str, Any]:
+        """Restore everything but the drafter from a checkpoint, or the start; return the drafter's state."""
+        pool = self.pool
+        pool.lengths = {}
+        now = self.policy.model_dump(mode="json")
+        if folder is None:
+            state, drafter, then, history = self._origin.copy(), self._origin_drafter, now, None
+            self.data.begin()
+        else:
+            state, parts = read_state(folder, self.recipe)
+            drafter, then, history = parts["drafter"], parts["recipe_policy"], parts.get("history")
+            self.data.load_state_dict(parts, folder / "rollouts")
+            pool.lengths = parts.get("lengths", {})
+            self.actors.trainers_turn()
+            self.trainers.load_checkpoint(str((folder / "trainer").resolve()))
+        self.events.rl_step = state.rl_step
+        # Before the drafters' record is restored: new weights make their canary check anew.
+        self.actors.push_weights(state.policy_version)
+        if then == now:
+            latest = state.policies[-1]
+            pool.set_policy(Policy.model_validate(latest["policy"]), latest["rl_step"])
+            workers = self._origin_workers
+            if folder is not None:
+                workers = [read_json(folder / f"worker-{number}.json") for number in range(len(pool.handles))]
+            pool.load_state_dicts(workers)
+            pool.history.load_state_dict(history, self.checkpoints.folder if folder is None else folder / "history")
+        else:
+            # Workers may have learned more since this run began.
+            pool.set_policy(self.policy, 0)
+            pool.load_state_dicts(self._origin_workers)
+            pool.history.load_state_dict(None, self.checkpoints.folder)
+            pool.set_policy(self.policy, state.rl_step)
+            state.in_force(self.policy)
+            self.events.note("another policy than before: learned state of the earlier one is dropped")
+        if self._replay is not None:
+            pool.replay(self._replay)
+        self.drafting.target_moved()
+        self.events.record(f"continues with RL step {state.rl_step}")
+        self.state = state
+        return drafter
 
     def evaluate(self, num_prompts: int | None = None) -> float:
         """Return the mean reward of `evaluation`."""
@@ -761,134 +858,3 @@ class Stop:
         late.start()
         # In a thread: the main thread may be in the middle of its own line.
         threading.Thread(target=self._on_request, daemon=True).start()
-
-
-class Recovery:
-    """Writes and restores a checkpoint's contents: `RunState`, data, engines, trainers, drafter.
-
-    `policy` is the recipe's, and engines follow the decisions of `replay` until they are used up.
-    """
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        policy: Policy,
-        checkpoints: RunCheckpoints,
-        data: RunData,
-        drafting: Drafting,
-        events: RunEvents,
-        *,
-        replay: Trace | None = None,
-    ) -> None:
-        self.recipe, self.policy, self.checkpoints = recipe, policy, checkpoints
-        self.data, self.drafting, self.events = data, drafting, events
-        self._replay = replay
-        self._restarts = 0
-        self._origin_drafter = drafting.state_dict(checkpoints.folder)
-
-    def prepare(self, folder: Path | None) -> None:
-        """Load the drafter that the run begins with, before any actor starts."""
-        if folder is not None:
-            state, parts = read_state(folder, self.recipe)
-            self.events.rl_step = state.rl_step
-            self.drafting.load_state_dict(parts["drafter"], folder / "drafter")
-
-    def begin(self, actors: RunActors, state: RunState, folder: Path | None) -> RunState:
-        """Restore the checkpoint in `folder` in the started actors; None for the start, which is `state`."""
-        self.actors = actors
-        actors.engines_turn()
-        self._origin, self._origin_workers = state.copy(), actors.pool.state_dicts()
-        if folder is None:
-            if self._replay is not None:
-                actors.pool.replay(self._replay)
-            return state
-        try:
-            state, _ = self._restore(folder)
-            return state
-        except TrainerDied as error:
-            return self.restart(error)
-
-    def save(self, state: RunState) -> Path:
-        """Save all that the run needs to continue; return the checkpoint's folder.
-
-        Engines then load their saved state: a file changes the order of learned trees, and a continuing run must equal
-        a resumed one.
-        """
-        start = time.perf_counter()
-        # Failed workers are restarted here: a sleeping engine cannot return its learned state.
-        self.actors.engines_turn()
-        workers = self.actors.pool.state_dicts()
-        self.actors.trainers_turn()
-
-        def write(folder: Path) -> None:
-            self.actors.trainers.save_checkpoint(str((folder / "trainer").resolve()))
-            parts = {
-                "recipe_policy": self.policy.model_dump(mode="json"),
-                **self.data.state_dict(folder / "rollouts"),
-                "drafter": self.drafting.state_dict(folder / "drafter"),
-                "history": self.actors.pool.history.state_dict(folder / "history"),
-                "lengths": self.actors.pool.lengths,
-            }
-            write_state(folder, state, parts, workers, self.recipe)
-
-        folder = self.checkpoints.save(state.rl_step, write)
-        self.actors.pool.load_state_dicts(workers)
-        self.events.record(f"{folder.name} saved", seconds=round(time.perf_counter() - start, 3))
-        return folder
-
-    def restart(self, error: TrainerDied) -> RunState:
-        """Restart the trainers and go back to the newest checkpoint or the start, repeatedly if they fail again."""
-        while True:
-            self._restarts += 1
-            if self._restarts > self.recipe.faults.max_restarts:
-                raise RunError(f"{error}; that was more than faults.max_restarts = {self.recipe.faults.max_restarts}")
-            folder = self.checkpoints.latest(self.events.note)
-            self.events.note(f"{error}; trainers are restarted from {'the start' if folder is None else folder.name}")
-            try:
-                self.actors.restart_trainers()
-                state, drafter = self._restore(folder)
-                self.drafting.rewind(state.rl_step, drafter, None if folder is None else folder / "drafter")
-            except TrainerDied as again:
-                error = again
-            else:
-                return state
-
-    def _restore(self, folder: Path | None) -> tuple[RunState, Mapping[str, Any]]:
-        """Restore everything but the drafter; return the state and the drafter's."""
-        pool = self.actors.pool
-        pool.lengths = {}
-        now = self.policy.model_dump(mode="json")
-        if folder is None:
-            state, drafter, then, history = self._origin.copy(), self._origin_drafter, now, None
-            self.data.begin()
-        else:
-            state, parts = read_state(folder, self.recipe)
-            drafter, then, history = parts["drafter"], parts["recipe_policy"], parts.get("history")
-            self.data.load_state_dict(parts, folder / "rollouts")
-            pool.lengths = parts.get("lengths", {})
-            self.actors.trainers_turn()
-            self.actors.trainers.load_checkpoint(str((folder / "trainer").resolve()))
-        self.events.rl_step = state.rl_step
-        # Before the drafters' record is restored: new weights make their canary check anew.
-        self.actors.push_weights(state.policy_version)
-        if then == now:
-            latest = state.policies[-1]
-            pool.set_policy(Policy.model_validate(latest["policy"]), latest["rl_step"])
-            workers = self._origin_workers
-            if folder is not None:
-                workers = [read_json(folder / f"worker-{number}.json") for number in range(len(pool.handles))]
-            pool.load_state_dicts(workers)
-            pool.history.load_state_dict(history, self.checkpoints.folder if folder is None else folder / "history")
-        else:
-            # Workers may have learned more since this run began.
-            pool.set_policy(self.policy, 0)
-            pool.load_state_dicts(self._origin_workers)
-            pool.history.load_state_dict(None, self.checkpoints.folder)
-            pool.set_policy(self.policy, state.rl_step)
-            state.in_force(self.policy)
-            self.events.note("another policy than before: learned state of the earlier one is dropped")
-        if self._replay is not None:
-            pool.replay(self._replay)
-        self.drafting.target_moved()
-        self.events.record(f"continues with RL step {state.rl_step}")
-        return state, drafter

@@ -14,7 +14,7 @@ from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.rollout.rewards import Scored
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.runtime.run.data import RolloutsAhead
-from tltlab.runtime.run.grpo import GrpoRun, Recovery, RunActors
+from tltlab.runtime.run.grpo import GrpoRun, RunActors
 from tltlab.runtime.run.state import RunEvents, RunState
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -73,31 +73,30 @@ class Actors(Asked):
 
 
 def begun(out, policy, log, folder=None):
-    checkpoints, data = RunCheckpoints(out / "checkpoints", 2), AcceptedDrafts({"order": {}, "rollouts": {}})
-    events, state = RunEvents(out / "events.jsonl"), RunState()
-    found = Recovery(small_recipe(), policy, checkpoints, data, Drafting(), events)
-    state.in_force(policy)
-    return found, found.begin(Actors(log), state, folder)
+    run = GrpoRun.__new__(GrpoRun)
+    run.out, run.recipe, run.policy, run.state = out, small_recipe(), policy, RunState()
+    run.checkpoints, run.data = RunCheckpoints(out / "checkpoints", 2), AcceptedDrafts({"order": {}, "rollouts": {}})
+    run.drafting, run.events, run._recorder = Drafting(), RunEvents(out / "events.jsonl"), Asked([])
+    run._replay, run._restarts, run._origin_drafter, run.actors = None, 0, {}, Actors(log)
+    run.pool, run.trainers = run.actors.pool, run.actors.trainers
+    run.state.in_force(policy)
+    run._begin(folder)
+    return run
 
 
 def test_under_another_policy_engines_forget(tmp_path):
-    first, state = begun(tmp_path, PLAIN, [])
-    state.rl_step = state.policy_version = 2
-    log = []
-    second, state = begun(tmp_path, SUFFIX, log, first.save(state))
-    assert [entry["rl_step"] for entry in state.policies] == [0, 2]
+    first, log = begun(tmp_path, PLAIN, []), []
+    first.state.rl_step = first.state.policy_version = 2
+    second = begun(tmp_path, SUFFIX, log, first._save_checkpoint())
+    assert [entry["rl_step"] for entry in second.state.policies] == [0, 2]
     log.clear()
-    second.restart(TrainerDied("killed"))
+    second._restart(TrainerDied("killed"))
     assert log[log.index("push_weights 2") + 1 :] == ["set_policy 0", "load_state_dicts", "set_policy 2"]
-    assert second.actors.pool.history.loaded is None
+    assert second.pool.history.loaded is None
 
 
 def test_a_policy_set_later_recurs(tmp_path):
-    log = []
-    found, state = begun(tmp_path, PLAIN, log)
-    run = GrpoRun.__new__(GrpoRun)
-    run.out, run.recipe, run.recovery, run.state = tmp_path, found.recipe, found, state
-    run.pool, run._recorder = Pool(log), Asked([])
+    run = begun(tmp_path, PLAIN, [])
     run._ahead = RolloutsAhead(run.recipe, lambda rl_step: pytest.fail("nothing is rolled out"))
     done = []
 
@@ -151,7 +150,7 @@ def test_each_term_of_a_reward_has_a_mean():
 
 def test_the_best_policy_is_kept_whole(tmp_path):
     run = GrpoRun.__new__(GrpoRun)
-    run.actors, run.state, run.checkpoints, run.recovery = Actors([]), RunState(), RunCheckpoints(tmp_path, 2), None
+    run.actors, run.state, run.checkpoints = Actors([]), RunState(), RunCheckpoints(tmp_path, 2)
 
     def save(folder):
         if run.rl_step == 9:
