@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from safetensors.torch import load_file
 from scipy.optimize import brentq
 from scipy.stats import chi2, ncx2, power_divergence
@@ -110,13 +109,9 @@ def run_audit(
         else:
             plans = default_plans(drafters, models, args, fast=fast)
         num_cases = sum(len(plan.cases) for plan in plans)
-        auditor = Auditor(
-            models,
-            num_samples=num_samples,
-            num_checks=2 * sum(case.composition != "greedy" for plan in plans for case, _ in plan.cases),
-            false_alarm_rate=false_alarm_rate,
-            seed=seed,
-        )
+        # Bonferroni: a sound engine fails any of the checks at `false_alarm_rate`.
+        num_checks = 2 * sum(case.composition != "greedy" for plan in plans for case, _ in plan.cases)
+        level = false_alarm_rate / max(num_checks, 1)
         rows: list[dict[str, Any]] = []
         for plan in plans:
             engine = Engine(
@@ -127,8 +122,9 @@ def run_audit(
                 vllm_args=plan.vllm_args,
             )
             with closing(engine):
-                audited = AuditedEngine(engine, plan.vllm_args["max_num_seqs"])
-                for row in run_plan(plan, auditor, audited):
+                batch = plan.vllm_args["max_num_seqs"]
+                auditor = Auditor(engine, models, batch=batch, num_samples=num_samples, level=level, seed=seed)
+                for row in run_plan(plan, auditor):
                     rows.append(row)
                     progress(f"{len(rows)}/{num_cases} {row['case']}: {row['verdict']}")
     return {
@@ -139,12 +135,12 @@ def run_audit(
     }
 
 
-def run_plan(plan: EnginePlan, auditor: Auditor, engine: AuditedEngine) -> Iterator[dict[str, Any]]:
+def run_plan(plan: EnginePlan, auditor: Auditor) -> Iterator[dict[str, Any]]:
     """Yield rows of the plan's cases. A case in which the engine fails has failed; later ones are not tested."""
     died = None
     for case, policy in plan.cases:
         try:
-            yield auditor.run(case, engine, policy) if died is None else unsampled_row(case, "not tested", died)
+            yield auditor.run(case, policy) if died is None else unsampled_row(case, "not tested", died)
         except RunError as error:
             died = f"the engine failed in {case}"
             yield unsampled_row(case, "failed", f"the engine failed: {error}")
@@ -235,78 +231,6 @@ def settings(vllm_args: Mapping[str, Any]) -> dict[str, Any]:
     """Return vLLM arguments of a small engine in full precision, like the reference; `vllm_args` override."""
     memory = {"kv_cache_memory_bytes": 64 << 20} if on_cpu() else {"gpu_memory_utilization": 0.1}
     return {"dtype": "float32", "max_model_len": MAX_POSITIONS, "max_num_seqs": 128, **memory, **vllm_args}
-
-
-class AuditedEngine:
-    """An `Engine` on the tiny target that runs at most `max_num_seqs` requests at once.
-
-    `num_drafted` and `num_accepted` are the verified and accepted draft tokens since it was prepared.
-    """
-
-    def __init__(self, engine: Engine, max_num_seqs: int) -> None:
-        self.engine = engine
-        self.max_num_seqs = max_num_seqs
-        self._round = self.num_drafted = self.num_accepted = 0
-
-    def prepare(self, policy: Policy) -> None:
-        """Draft by `policy` from now on, with an empty history."""
-        self.engine.set_policy(policy, (self._round,))
-        self.engine.forget()
-        self.num_drafted = self.num_accepted = 0
-
-    def remember(self, prompt: int, responses: Sequence[Sequence[int]]) -> None:
-        """Add earlier responses to a prompt, by its number, to the drafters."""
-        self._round += 1
-        self.engine.remember(
-            [((self._round, f"p{prompt}", n, 0), PROMPTS[prompt], response) for n, response in enumerate(responses)]
-        )
-
-    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Sample from these weights from now on."""
-        self._round += 1
-        self.engine.update_weights(weights.items(), self._round)
-
-    def ask(
-        self, requests: Sequence[AuditRequest], *, ignore_eos: bool = False, update: Callable[[], None] | None = None
-    ) -> list[SampledAnswer]:
-        """Answer all requests; `update` is called once, while they run."""
-        self._round += 1
-        num_before: dict[Key, int] = {}
-        iterations = 0
-
-        def until(ended: Sequence[Key]) -> bool:
-            nonlocal iterations
-            iterations += 1
-            if update is not None and iterations == _UPDATE_AFTER:
-                num_before.update({live.key: len(live.output) for live in self.engine.control.live.values()})
-                update()
-            return False
-
-        rollout = self.engine.generate(
-            [
-                GenerationRequest(
-                    key=(self._round, f"p{request.prompt}", number, 0),
-                    prompt_token_ids=list(PROMPTS[request.prompt]),
-                    max_response_tokens=request.max_tokens,
-                    ignore_eos=ignore_eos,
-                    temperature=request.sampling.temperature,
-                    top_p=request.sampling.top_p,
-                    top_k=request.sampling.top_k,
-                )
-                for number, request in enumerate(requests)
-            ],
-            rl_step=self._round,
-            temperature=1.0,
-            until=until,
-        )
-        self.num_drafted += sum(rollout.iterations["num_drafted"].to_pylist())
-        self.num_accepted += sum(rollout.iterations["num_accepted"].to_pylist())
-        return [
-            SampledAnswer(
-                request=a, tokens=tuple(r.token_ids), logprobs=tuple(r.logprobs), num_before=num_before.get(r.key)
-            )
-            for a, r in zip(requests, rollout.responses, strict=True)
-        ]
 
 
 @frozen
@@ -430,16 +354,17 @@ def tiny_drafters(policy: Policy, models: TinyModels) -> Mapping[str, DrafterSpe
 
 
 class Auditor:
-    """Audits engines of one set of models: `num_samples` responses a case, an eighth of them where that is slow.
+    """Audits an engine on the tiny target: `num_samples` responses a case, an eighth of them where that is slow.
 
-    A correct engine fails any of `num_checks` checks with a probability of `false_alarm_rate` (Bonferroni).
+    The engine runs at most `batch` requests at once. A correct one fails a check with a probability of `level`.
+    `num_drafted` and `num_accepted` are the verified and accepted draft tokens of the case under way.
     """
 
     def __init__(
-        self, models: TinyModels, *, num_samples: int, num_checks: int, false_alarm_rate: float, seed: int
+        self, engine: Engine, models: TinyModels, *, batch: int, num_samples: int, level: float, seed: int
     ) -> None:
-        self.num_samples = num_samples
-        self.level = false_alarm_rate / max(num_checks, 1)
+        self.engine, self.batch, self.num_samples, self.level = engine, batch, num_samples, level
+        self._round = self.num_drafted = self.num_accepted = 0
         self.before, self.after = ExactModel(models.target), ExactModel(models.updated)
         self.weights = [load_file(folder / "model.safetensors") for folder in (models.target, models.updated)]
         drawn = [
@@ -448,24 +373,26 @@ class Auditor:
         ]
         self.history = [[response.token_ids for response in responses] for responses in drawn]
 
-    def run(self, case: AuditCase, engine: AuditedEngine, policy: Policy) -> dict[str, Any]:
-        """Sample `case` and judge it; return one row of the report."""
-        engine.prepare(policy)
+    def run(self, case: AuditCase, policy: Policy) -> dict[str, Any]:
+        """Sample `case` under `policy` and judge it; return one row of the report."""
+        self.engine.set_policy(policy, (self._round,))
+        self.engine.forget()
+        self.num_drafted = self.num_accepted = 0
         for prompt, responses in enumerate(self.history):
-            engine.remember(prompt, responses)
+            self._round += 1
+            keys = ((self._round, f"p{prompt}", n, 0) for n in range(len(responses)))
+            self.engine.remember((key, PROMPTS[prompt], each) for key, each in zip(keys, responses, strict=True))
         if case.composition == "greedy":
-            return self._greedy(case, engine)
+            return self._greedy(case)
         answers: list[SampledAnswer] = []
-        for number, requests in enumerate(rounds(case, engine.max_num_seqs, self.num_samples)):
-            update = None
+        for number, requests in enumerate(rounds(case, self.batch, self.num_samples)):
             if case.composition == "updates":
-                engine.update_weights(self.weights[number % 2])
+                self.update_weights(number % 2)
             elif case.composition == "updates while running":
-                engine.update_weights(self.weights[0])
-                update = lambda: engine.update_weights(self.weights[1])  # noqa: E731
-            answers += engine.ask(requests, update=update)
+                self.update_weights(0)
+            answers += self.ask(requests, updates=case.composition == "updates while running")
         if case.composition.startswith("updates"):
-            engine.update_weights(self.weights[0])
+            self.update_weights(0)
         ranks, logprob_error = self.ranks(answers)
         figures, reasons = {"ranks": self._figures(ranks)}, []
         # A token's probability there depends on the time of the weight change: no joint distribution is known.
@@ -477,7 +404,54 @@ class Auditor:
         if not logprob_error <= LOGPROB_TOLERANCE:
             reasons.append(f"log-probs are off by up to {logprob_error:.1e}")
         main = {name: value for name, value in figures.get("cells", figures["ranks"]).items() if name != "passed"}
-        return sampled_row(case, engine, reasons, **main, ranks=figures["ranks"], logprob_error=finite(logprob_error))
+        return self._row(case, reasons, **main, ranks=figures["ranks"], logprob_error=finite(logprob_error))
+
+    def update_weights(self, version: int) -> None:
+        """Sample from the target's weights from now on, or with 1 from the updated ones."""
+        self._round += 1
+        self.engine.update_weights(self.weights[version].items(), self._round)
+
+    def ask(
+        self, requests: Sequence[AuditRequest], *, ignore_eos: bool = False, updates: bool = False
+    ) -> list[SampledAnswer]:
+        """Answer all requests; with `updates` the updated weights arrive while they run."""
+        self._round += 1
+        num_before: dict[Key, int] = {}
+        iterations = 0
+
+        def until(ended: Sequence[Key]) -> bool:
+            nonlocal iterations
+            iterations += 1
+            if updates and iterations == _UPDATE_AFTER:
+                num_before.update({live.key: len(live.output) for live in self.engine.control.live.values()})
+                self.update_weights(1)
+            return False
+
+        rollout = self.engine.generate(
+            [
+                GenerationRequest(
+                    key=(self._round, f"p{request.prompt}", number, 0),
+                    prompt_token_ids=list(PROMPTS[request.prompt]),
+                    max_response_tokens=request.max_tokens,
+                    ignore_eos=ignore_eos,
+                    temperature=request.sampling.temperature,
+                    top_p=request.sampling.top_p,
+                    top_k=request.sampling.top_k,
+                )
+                for number, request in enumerate(requests)
+            ],
+            rl_step=self._round,
+            temperature=1.0,
+            until=until,
+        )
+        self.num_drafted += sum(rollout.iterations["num_drafted"].to_pylist())
+        self.num_accepted += sum(rollout.iterations["num_accepted"].to_pylist())
+        return [
+            SampledAnswer(
+                request=a, tokens=tuple(r.token_ids), logprobs=tuple(r.logprobs), num_before=num_before.get(r.key)
+            )
+            for a, r in zip(requests, rollout.responses, strict=True)
+        ]
 
     def _figures(self, check: ChiSquare) -> dict[str, Any]:
         return {
@@ -531,16 +505,27 @@ class Auditor:
     def _model(self, request: AuditRequest) -> ExactModel:
         return self.after if request.updated else self.before
 
-    def _greedy(self, case: AuditCase, engine: AuditedEngine) -> dict[str, Any]:
+    def _greedy(self, case: AuditCase) -> dict[str, Any]:
         """Test that every token is the exact model's likeliest, as plain decoding's are."""
         requests = [AuditRequest(prompt=n % 2, sampling=case.sampling, max_tokens=40 + n) for n in range(8)]
         wrong = 0
-        for answer in engine.ask(requests, ignore_eos=True):
+        for answer in self.ask(requests, ignore_eos=True):
             logits = self.before.logits(PROMPTS[answer.request.prompt], [answer.tokens])[0].numpy()
             gaps = logits.max(1) - logits[np.arange(len(logits)), list(answer.tokens)]
             wrong += bool((gaps > LOGPROB_TOLERANCE).any()) or len(answer.tokens) != answer.request.max_tokens
         reasons = [f"{wrong} of {len(requests)} responses are not plain decoding's"] if wrong else []
-        return sampled_row(case, engine, reasons, statistic=float(wrong), sample_size=len(requests))
+        return self._row(case, reasons, statistic=float(wrong), sample_size=len(requests))
+
+    def _row(self, case: AuditCase, reasons: Sequence[str], **figures: Any) -> dict[str, Any]:
+        """Return the row of a sampled case. A case with too few drafts is not tested, which is no pass."""
+        drafted, accepted = self.num_drafted, self.num_accepted
+        tested = accepted > 0 if case.composition == "greedy" else min(accepted, drafted - accepted) >= LEAST_DRAFTS
+        if reasons or tested:
+            verdict, reason = ("failed" if reasons else "passed"), "; ".join(reasons) or None
+        else:
+            verdict = "not tested"
+            reason = f"{drafted} tokens drafted and {accepted} accepted: too few for a test"
+        return unsampled_row(case, verdict, reason) | {"num_drafted": drafted, "num_accepted": accepted, **figures}
 
 
 def strata(answers: Sequence[SampledAnswer]) -> dict[AuditRequest, list[SampledAnswer]]:
@@ -549,18 +534,6 @@ def strata(answers: Sequence[SampledAnswer]) -> dict[AuditRequest, list[SampledA
     for answer in answers:
         groups.setdefault(replace(answer.request, max_tokens=RESPONSE_TOKENS), []).append(answer)
     return groups
-
-
-def sampled_row(case: AuditCase, engine: AuditedEngine, reasons: Sequence[str], **figures: Any) -> dict[str, Any]:
-    """Return the row of a sampled case. A case with too few drafts is not tested, which is no pass."""
-    drafted, accepted = engine.num_drafted, engine.num_accepted
-    tested = accepted > 0 if case.composition == "greedy" else min(accepted, drafted - accepted) >= LEAST_DRAFTS
-    if reasons or tested:
-        verdict, reason = ("failed" if reasons else "passed"), "; ".join(reasons) or None
-    else:
-        verdict = "not tested"
-        reason = f"{drafted} tokens drafted and {accepted} accepted: too few for a test"
-    return unsampled_row(case, verdict, reason) | {"num_drafted": drafted, "num_accepted": accepted, **figures}
 
 
 def unsampled_row(case: AuditCase, verdict: str, reason: str | None) -> dict[str, Any]:
