@@ -85,7 +85,7 @@ def pooled(measured: Iterable[Acceptance]) -> list[float]:
 class TrainingPeriod:
     """One training period; fields as in the trace's `spot_training`, and `unsaved` updates.
 
-    `accept` is set by who measures it, on held-out prompts.
+    `accept` is measured on held-out prompts, after the period.
     """
 
     rl_step: int

@@ -177,7 +177,7 @@ def succeeded(call: Any) -> bool:
 
 
 def death_cause(error: RayError, handle: Any) -> str:
-    """Why the worker is gone, in a line; empty where it is not."""
+    """Return the cause of a worker's death, in a line; empty where it lives."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         return str(cause) if isinstance(cause, EngineDied) else ""

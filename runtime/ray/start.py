@@ -56,8 +56,8 @@ def preforking(cluster: ClusterConfig = ClusterConfig()) -> Iterator[None]:
 
     Not where they run on other machines, or have GPUs.
     """
-    registered_leftovers = ray.is_initialized() or os.environ.get("RAY_ADDRESS", "local") != "local"
-    if _prefork or registered_leftovers or cluster.gpus_per_node:
+    elsewhere = ray.is_initialized() or os.environ.get("RAY_ADDRESS", "local") != "local"
+    if _prefork or elsewhere or cluster.gpus_per_node:
         yield
         return
     with Prefork(MODULES, ENV) as prefork:

@@ -145,7 +145,7 @@ def step_of(path: Path) -> int:
 
 
 def fault_of(path: Path, *, to_the_bit: bool = False) -> str | None:
-    """Why a checkpoint cannot be used, None where it is complete. Large files are read only `to_the_bit`."""
+    """Return the fault of an unusable checkpoint, None where it is complete. Large files are read only `to_the_bit`."""
     try:
         files: dict[str, dict[str, Any]] = json.loads(read_text(path / MANIFEST))["files"]
         for name, expected in files.items():

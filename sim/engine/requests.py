@@ -50,7 +50,7 @@ class Tools:
         self._free_s = None if limit is None else [0.0] * limit
 
     def call(self, request: int, now: float) -> float:
-        """When the tool before `request`, called now, is done; calls come in the order of time. O(log limit)."""
+        """Return when the tool before `request`, called now, is done; calls are in order of time. O(log limit)."""
         start_s = now
         if self._free_s is not None:
             start_s = max(now, self._free_s[0])
@@ -65,7 +65,7 @@ BLOCK_TOKENS = 16
 
 @frozen
 class Residents:
-    """Requests that run on several workers: a row for each worker, who lacks least comes first, all flush right.
+    """Requests that run on several workers: a row for each worker, by tokens lacked, the fewest first, flush right.
 
     So n - c requests are there while column c of n is the next to end; what stands before a shorter row is not
     `present`. `remaining` tokens are lacked; `context_sums` are tokens that are there, from a column to the last.
@@ -93,7 +93,7 @@ class Residents:
         )  # fmt: skip
 
     def but_last(self, count: int) -> Residents:
-        """Without the `count` of each worker that lack most, whose context is held all the same."""
+        """Return all but the `count` of each worker that lack most; the context of those counts all the same."""
         columns = slice(self.remaining.shape[1] - count)
         return Residents(
             requests=self.requests[:, columns], remaining=self.remaining[:, columns],

@@ -1,4 +1,4 @@
-"""Which requests of a worker wait, are prefilled and run, as vLLM's scheduler decides it; without a clock.
+"""The scheduler of a worker, without a clock: requests wait, are prefilled and run as in vLLM.
 
 A round: preempt the newest while the next iteration does not fit, otherwise admit waiting requests in order while they
 fit. An iteration fits while the contexts plus one token per resident fit into the KV cache (drafted tokens are not
@@ -26,7 +26,7 @@ from .batch import TOLERANCE_TOKENS, Batch
 
 @dataclass(slots=True)
 class Prefill:
-    """An admitted request: its prompt and what it had generated before a preemption; `left_tokens` are to come."""
+    """An admitted request: `tokens` of its prompt and of its text before a preemption; `left_tokens` are to come."""
 
     request: int
     tokens: float
@@ -215,7 +215,7 @@ class Scheduler:
         return min(limit, max(1.0, (left_tokens + TOLERANCE_TOKENS) // tokens)), tokens
 
     def take(self, requests: Collection[int]) -> list[tuple[int, float]]:
-        """Put requests out, wherever they are here; each with what it has generated."""
+        """Remove requests, running, waiting or prefilling; return each with its generated tokens."""
         taken = [each for each in self.unfinished() if each[0] in requests]
         for request in set(self.batch.running) & set(requests):
             self.batch.remove(request)

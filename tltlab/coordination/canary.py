@@ -33,11 +33,11 @@ ASSUMED = 0.2
 """Acceptance rate of first tokens of a drafter with a network whose own is not known."""
 
 NUM_VERDICTS = 64
-"""How many of the newest verdicts a canary keeps."""
+"""Newest verdicts that a canary keeps."""
 
 
 class CanaryConfig(FrozenModel):
-    """When a drafter counts as collapsed: the chance of a draft's first token is below `collapse` times what training
+    """Definition of a collapsed drafter: the chance of a draft's first token is below `collapse` times what training
     predicted, surely so, after at least `min_drafts` drafts since the last swap, weight sync or wake.
 
     `on_collapse` the model-free drafter `fallback` serves in its place, or the run stops with a sentence ("stop").
@@ -85,7 +85,7 @@ class DraftCounts:
             self.add(*row)
 
     def add(self, num_drafted: int, num_kept: int, times: int = 1) -> None:
-        """As many drafts of `num_drafted` tokens, at least one, had their first `num_kept` kept."""
+        """Count `times` drafts of `num_drafted` tokens, at least one, of which the first `num_kept` were kept."""
         self.drafts += times
         self.first_kept += times * (num_kept > 0)
         self._times[num_drafted, num_kept] += times
@@ -336,7 +336,7 @@ class Alarm:
 
     @property
     def collapsed(self) -> dict[str, str]:
-        """By drafter the sentence of its collapse, "" for one that does as before."""
+        """Sentence of each drafter's collapse by name, "" for one that drafts as before."""
         return {drafter: window.collapsed for drafter, (window, _) in self._windows.items()}
 
     def _look(self, drafter: str) -> None:

@@ -24,7 +24,7 @@ from tltlab.records import frozen
 
 
 class CoordinatorConfig(FrozenModel):
-    """When idle workers train, how many, and how long the others wait for them.
+    """Conditions for training on idle workers, their number, and the time that others wait for them.
 
     `min_idle_workers` opens a period (1 in TLT's released code); `max_members` None: all idle ones; `late_join` lets
     workers that finish later into an open period. A worker ordered to stop is killed after `yield_timeout_s`: the bound
@@ -94,8 +94,8 @@ class Train:
     """Be in this group: set it up, join it, or continue in it with other members from the next optimizer step on.
 
     `members` are in rank order, the leader first. `term` numbers the training period: a term has one leader, and a
-    worker trains once in it. `number` grows from order to order, so that the newest can be told from one that it
-    overtook; all members of a group have the same, and no other group has.
+    worker trains once in it. `number` grows from order to order, so that the newest is known even where it
+    overtook another; all members of a group have the same, and no other group has.
     """
 
     worker: int
@@ -211,7 +211,7 @@ def advance(state: CoordinatorState, event: Event, now: float) -> tuple[Coordina
 
 
 def wakeup_s(state: CoordinatorState) -> float:
-    """When the next `Tick` is due if nothing else happens; infinity where nothing waits for time to pass."""
+    """Return the time of the next `Tick` if nothing else happens; infinity where nothing waits for time to pass."""
     return min((worker.stop_by_s for worker in state.workers.values()), default=math.inf)
 
 

@@ -123,7 +123,7 @@ class Progress:
     trained_s: float = 0.0
 
     def regrouped(self, join_s: float) -> Progress:
-        """With the pause for a changed membership; one that is already under way serves for both."""
+        """Return the progress with a pause for a changed membership; one that is under way serves for both."""
         return replace(self, setup_left_s=max(self.setup_left_s, join_s))
 
 

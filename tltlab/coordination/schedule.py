@@ -1,4 +1,4 @@
-"""When idle workers train the drafter: always, now and then, once acceptance drops, while it pays.
+"""Schedules of drafter training on idle workers: always, at intervals, once acceptance drops, while it pays.
 
 Repeated training at a fixed price against a growing loss is the economic lot size problem (Harris 1913): under a steady
 drift, the total time is least if training starts once the loss since the last one equals its price.

@@ -1,4 +1,4 @@
-"""How an iteration's drafts are shared out among requests: the contract, and budgets by acceptance and by length."""
+"""Budgets, which share out an iteration's drafts among requests: the contract, by acceptance, and by length."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from .base import Draft, IndexedDrafter, Key
 TEXT_BYTES = 1024
 """Bytes of a text apart from its tokens: names, places in dictionaries."""
 LOW = 15 / 16
-"""How full a budget is once something had to leave: the order of leaving is worked out now and then only."""
+"""Share of a budget that stays filled after an eviction: the order of eviction is not computed for each text."""
 Waiting: TypeAlias = "Tokens | array[int] | list[int]"
 """Text that is to be put in."""
 Scope = Literal["request", "group", "problem", "global"]
@@ -101,7 +101,7 @@ class TextTree:
 
     `finished` is in the order of finishing. `index` is the library's tree, which knows texts by number; it is None
     until `build`, and need not have all that is finished. Text is `waiting` outside of it until `catch_up`, which
-    whoever searches calls first. `num_tokens` is what both have of finished texts.
+    comes before each search. `num_tokens` counts finished texts in the index and outside.
     """
 
     def __init__(self, new_index: Callable[[], Any], *, whole: bool, num_before: int) -> None:
@@ -114,7 +114,7 @@ class TextTree:
         self.empty()
 
     def empty(self) -> None:
-        """Give the index back; nothing may be running."""
+        """Release the index; nothing may be running."""
         assert not self.running
         self.index: Any = None
         self.waiting: list[tuple[int, Waiting]] = []
@@ -125,7 +125,7 @@ class TextTree:
         self._size: dict[Key, int] = {}
 
     def build(self, texts: Mapping[Key, FinishedText], room: float) -> None:
-        """Index what is finished, of it the newest responses that `room` tokens have place for."""
+        """Index finished texts: the newest responses that fit into `room` tokens."""
         self.index = self._new_index()
         fitting = []
         for key in reversed(self.finished):
@@ -166,7 +166,7 @@ class TextTree:
         self.waiting.append((self.number[key], tokens))
 
     def catch_up(self, most: float = math.inf) -> int:
-        """Put what waits into the index, in the order it came, at most so many tokens; how many it were."""
+        """Put waiting text into the index in order of arrival, at most `most` tokens; return their number."""
         waiting, self.waiting = self.waiting, []
         extend, room = self.index.extend, most
         for place, (number, tokens) in enumerate(waiting):
@@ -185,7 +185,7 @@ class TextTree:
         return int(self.index.estimate_memory()) + 8 * sum(len(tokens) for _, tokens in self.waiting)
 
     def finish(self, key: Key, text: FinishedText, window: int | None) -> list[Key]:
-        """A text is complete; which older ones had to leave."""
+        """Note that a text is complete; return the older ones that had to leave."""
         self.finished[key] = None
         if self.index is not None:
             self._count(key, text)
@@ -196,12 +196,12 @@ class TextTree:
         return oldest
 
     def remove(self, key: Key) -> None:
-        """Take out a finished text, and its prompt if it was the last of it."""
+        """Remove a finished text, and its prompt with the last response to it."""
         del self.finished[key]
         self.unindex(key)
 
     def unindex(self, key: Key) -> int:
-        """Take a finished text out of the index, where it is in it; how many tokens that were."""
+        """Remove a finished text from the index, if it is there; return its number of tokens."""
         if key not in self._size:
             return 0
         self._take_out(key)
@@ -221,7 +221,7 @@ class TextTree:
         self.index.remove(number)
 
     def size(self, text: FinishedText) -> int:
-        """How many tokens it has of a text: the response's, and those of the prompt that stand before."""
+        """Return the tokens of a text in this tree: the response's, and those of the prompt that stand before."""
         return len(text.response) + self._num_before
 
     def _count(self, key: Key, text: FinishedText) -> None:

@@ -103,7 +103,7 @@ class Hedge(Selector, kind="hedge"):
 
     @property
     def chances(self) -> list[float]:
-        """With which each strategy is drawn next."""
+        """Probability of each strategy in the next draw."""
         eta = math.sqrt(8.0 * math.log(len(self.strategies)) / (self.rounds_ + 1))
         least = min(self.losses_)
         weights = [math.exp(-eta * (loss - least)) for loss in self.losses_]

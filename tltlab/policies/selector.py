@@ -141,7 +141,7 @@ class Selector(ABC):
 
     @property
     def arm_names(self) -> list[Any]:
-        """What learned state belongs to, where it is `by_arm`."""
+        """Names of the arms that learned state belongs to, where it is `by_arm`."""
         return [str(strategy) for strategy in self.strategies]
 
     def state_dict(self) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class ExportCheck:
 
     @property
     def fault(self) -> str:
-        """Why the checkpoint is not exported, in a sentence; empty where it is."""
+        """Reason for not exporting the checkpoint, in a sentence; empty where there is none."""
         at = f"at temperature {self.temperature:g}"
         expected, measured = self.expected_accept_length, self.measured_accept_length
         if measured < (1 - ROUNDING) * expected:
