@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tltlab.arrays import Array, Flags, Floats, Ints
+from tltlab.arrays import Array, Flags, Floats
 from tltlab.records import frozen
 from tltlab.state import Choice, StepState
 
@@ -25,20 +25,19 @@ from .requests import Residents
 
 @frozen
 class Drained:
-    """Macro-steps of workers until `down_to` requests are left, in rows and columns as `Residents`.
+    """Macro-steps of workers until `down_to` requests are left, in rows and columns as `residents`.
 
     A macro-step has `counts` iterations, 0 where none begins, in `seconds`, with a drafter `loaded` or not yet;
-    `growth` is what each adds to the `context` before it. `requests` end at `finish_s`; a worker's first iteration ends
+    `growth` is what each adds to the `context` before it. Residents end at `finish_s`; a worker's first iteration ends
     at `first_s`.
     """
 
     choices: MemorylessChoices
-    requests: Ints
+    residents: Residents
     finish_s: Floats
     first_s: Floats
     switch_s: Floats
     prefill_s: Floats
-    prefill_tokens: Floats
     counts: Floats
     seconds: Floats
     context: Floats
@@ -55,7 +54,8 @@ class Drained:
         options = [self.choices.of(code // 2, bool(code % 2)) for code in codes.tolist()]
         chosen = [options[i] for i in chosen_at.tolist()]
         first = np.diff(of, prepend=-1) > 0
-        prefills, prefilled = np.where(first, self.prefill_s[row], 0.0), np.where(first, self.prefill_tokens[row], 0.0)
+        to_prefill = self.residents.to_prefill
+        prefills, prefilled = np.where(first, self.prefill_s[row], 0.0), np.where(first, to_prefill[row], 0.0)
         switches, seconds = self.switch_s[row, at], self.seconds[row, at]
         return Columns(
             start_s=self.finish_s[row, at] - (seconds + switches + prefills),
@@ -131,19 +131,20 @@ class MemorylessChoices:
         residents: Residents,
         *,
         start_s: float,
-        prefill_s: Floats,
-        switch_s: float,
-        from_the_start: bool,
-        drafter_ready: bool,
+        rl_step: int,
+        from_the_start: bool = True,
+        drafter_ready: bool = False,
         down_to: int = 0,
     ) -> Drained:
-        """Run residents to their ends after a prefill of each worker; `up_to` must have reached the largest batch.
+        """Run residents to their ends after a prefill of each worker.
 
-        `down_to` further residents, which lack at least as much, keep running.
-
-        `switch_s` is paid when speculation first comes in, unless the rollout begins here and with it.
+        `down_to` further residents, which lack at least as much, keep running. A switch is paid when speculation first
+        comes in, unless the rollout begins here and with it.
         """
         workers, n = np.arange(len(residents.remaining)), residents.remaining.shape[1]
+        self.up_to(n + down_to, rl_step)
+        costs = self._regimes.costs
+        prefill_s = np.array([costs.prefill_s(tokens) for tokens in residents.to_prefill.tolist()])
         begin = workers, residents.present.argmax(axis=1)
         batch = np.arange(n, 0, -1) + down_to
         tokens, fixed_s, unloaded_s, slope_s, speculates = self._terms[:, n + down_to : down_to : -1]
@@ -155,7 +156,7 @@ class MemorylessChoices:
             loaded = np.logical_or.accumulate(drafts, axis=1)
             switch = drafts.argmax(axis=1)
             paid = loaded[:, -1] & ((switch > begin[1]) | (not from_the_start))
-            switches[workers[paid], switch[paid]] = switch_s
+            switches[workers[paid], switch[paid]] = costs.switch_s
             fixed_s = np.where(loaded, fixed_s, unloaded_s)
         first_s = fixed_s + slope_s * context
         seconds = counts * first_s + slope_s * growth * (counts * (counts - 1) / 2)
@@ -163,12 +164,11 @@ class MemorylessChoices:
         spent[begin] += prefill_s
         return Drained(
             choices=self,
-            requests=residents.requests,
+            residents=residents,
             finish_s=start_s + np.cumsum(spent, axis=1),
             first_s=start_s + (prefill_s + switches[begin] + first_s[begin]),
             switch_s=switches,
             prefill_s=prefill_s,
-            prefill_tokens=residents.to_prefill,
             counts=counts,
             seconds=seconds,
             context=context,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -109,7 +110,17 @@ class SimulatedRollout:
         ends = np.searchsorted(worker, np.arange(1, len(self.logs)))
         return math.fsum(float(part.sum()) for part in np.split(c.switch_s + c.prefill_s + c.seconds, ends))
 
-    def note_first_tokens(self, requests: Sequence[int], now: float) -> None:
+    def note_drained(self, drained: Drained, workers: Sequence[int]) -> None:
+        """Record what was run in closed form, its rows being these workers'."""
+        present = drained.residents.present
+        requests = drained.residents.requests[present]
+        self.finish_s[requests] = drained.finish_s[present]
+        self.note_first_tokens(requests, np.broadcast_to(drained.first_s[:, None], present.shape)[present])
+        for row, worker in enumerate(workers):
+            if present[row, -1]:
+                self.logs[worker].extend(partial(drained.columns, [row]))
+
+    def note_first_tokens(self, requests: Sequence[int] | Ints, now: float | Floats) -> None:
         """Record the first tokens of requests; a time from before a preemption stays."""
         at = np.asarray(requests, np.int64)
         before_s = self.first_token_s[at]

@@ -70,7 +70,7 @@ class Regimes:
         self.loads_late = costs.switch_s > 0 and any(s.speculates for s in strategies)
         """True if a rollout that begins with plain decoding has no drafter loaded until it drafts."""
         self._loaded = any(s.speculates for s in strategies)
-        self._costs = costs
+        self.costs = costs
         self._drafters = drafters
         self._acceptance = acceptance
         self._by_model: dict[tuple[Strategy, int, bool], Regime] = {}
@@ -99,7 +99,7 @@ class Regimes:
             acceptance.check(strategy)
             tokens, drafted = acceptance.tokens_per_iteration(strategy), acceptance.num_drafted(strategy)
             cdf = acceptance.cdf(strategy)
-        cost = self._costs.iteration(
+        cost = self.costs.iteration(
             strategy, tokens_to_verify=1.0 + drafted, drafter_loaded=loaded, drafters=self._drafters
         )
         return Regime(strategy=strategy, cost=cost, tokens=tokens, num_drafted=drafted, most=strategy.reach, cdf=cdf)

@@ -27,7 +27,6 @@ import heapq
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -46,7 +45,7 @@ from tltlab.strategy import NO_SPECULATION
 from .admission import MOST_ITERATIONS, RequestFeed
 from .batch import Batch, MacroStep, RequestsView
 from .log import LogEntry
-from .memoryless import Drained, MemorylessChoices
+from .memoryless import MemorylessChoices
 from .random_numbers import NoiseDraws
 from .record import SimulatedRollout
 from .regime import Regime, Regimes
@@ -167,7 +166,8 @@ class RolloutSimulator:
         )
 
     def _drain_all(self, result: SimulatedRollout, residents: Residents) -> None:
-        drained = self.drain(result, range(len(result.logs)), residents, self.costs.outside_s)
+        drained = self.choices.drain(residents, start_s=self.costs.outside_s, rl_step=result.requests.rl_step)
+        result.note_drained(drained, range(len(result.logs)))
         result.drained = drained
         result.worker_end_s = np.where(residents.present[:, -1], drained.finish_s[:, -1], 0.0).tolist()
         responses = zip(residents.remaining, residents.present, strict=True)
@@ -178,43 +178,6 @@ class RolloutSimulator:
         for w, end_s in sorted(enumerate(result.worker_end_s), key=lambda pair: pair[1]):
             self.idle_use.responses_finished(response_tokens[w], end_s)
             self.idle_use.worker_idle(w, end_s)
-
-    def drain(
-        self,
-        result: SimulatedRollout,
-        workers: Sequence[int],
-        residents: Residents,
-        start_s: float,
-        *,
-        from_the_start: bool = True,
-        drafter_ready: bool = False,
-        down_to: int = 0,
-        choices: MemorylessChoices | None = None,
-    ) -> Drained:
-        """Prefill residents of these workers and decode them to their ends, in closed form, beside `down_to` more."""
-        batch, rl_step = residents.remaining.shape[1] + down_to, result.requests.rl_step
-        drained = (
-            (choices or self.choices)
-            .up_to(batch, rl_step)
-            .drain(
-                residents,
-                start_s=start_s,
-                prefill_s=np.array([self.costs.prefill_s(tokens) for tokens in residents.to_prefill.tolist()]),
-                switch_s=self.costs.switch_s,
-                from_the_start=from_the_start,
-                drafter_ready=drafter_ready,
-                down_to=down_to,
-            )
-        )
-        requests = drained.requests[residents.present]
-        result.finish_s[requests] = drained.finish_s[residents.present]
-        before_s = result.first_token_s[requests]
-        first_s = np.broadcast_to(drained.first_s[:, None], residents.remaining.shape)[residents.present]
-        result.first_token_s[requests] = np.where(np.isnan(before_s), first_s, before_s)
-        for row, worker in enumerate(workers):
-            if residents.present[row, -1]:
-                result.logs[worker].extend(partial(drained.columns, [row]))
-        return drained
 
 
 class Asked(NamedTuple):
@@ -480,16 +443,15 @@ class Worker:
         remaining, context = self.requests.lengths[running] - generated, self.requests.prompts[running] + generated
         residents = Residents.of([np.arange(len(running))], remaining, context, [to_prefill])
         residents = replace(residents, requests=running[residents.requests])
-        drained = self.simulator.drain(
-            self.rollout,
-            [self.index],
+        drained = choices.drain(
             residents.but_last(down_to),
-            now,
+            start_s=now,
+            rl_step=self.requests.rl_step,
             from_the_start=not self.iteration,
             drafter_ready=self.drafter_ready,
             down_to=down_to,
-            choices=choices,
         )
+        self.rollout.note_drained(drained, [self.index])
         end_s = float(drained.finish_s[0, -1])
         if down_to:
             num_iterations = int(drained.counts.sum())
