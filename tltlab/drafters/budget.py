@@ -158,24 +158,6 @@ def refuse_trees(strategy: Strategy) -> None:
         raise ConfigError(f"budget: drafts of trees cannot be shared out, and {strategy} is one")
 
 
-def best_depth(alpha: float, batch: int, *, base_s: float, token_s: float, draft_s: float, most: int) -> int:
-    """gamma* = argmin T_SD(B, gamma), 0 where no depth beats plain decoding (arXiv 2511.14617, section on MBA).
-
-        T_SD(B, gamma) = (1 - alpha) * (D + T(B, gamma)) / (1 - alpha^(gamma + 1)),
-
-    with D = draft_s * gamma and T(B, gamma) = base_s + token_s * B * (gamma + 1): the seconds per token of a request.
-
-    >>> [best_depth(0.6, b, base_s=0.01, token_s=1e-4, draft_s=0.0, most=8) for b in (1, 16, 256)]
-    [7, 3, 0]
-    """
-
-    def seconds(depth: int) -> float:
-        pass_s = draft_s * depth + base_s + token_s * batch * (depth + 1)
-        return pass_s / sum(alpha**i for i in range(depth + 1))
-
-    return min(range(most + 1), key=lambda depth: (seconds(depth), depth))
-
-
 def marginal_depths(
     num_high: int, num_low: int, profile: Sequence[float], total: int, *, weight: float = 2.0, most: int = 8
 ) -> tuple[int, int]:
@@ -213,7 +195,13 @@ def marginal_depths(
 
 
 class MbaBudget(DraftBudget):
-    """Depths by `marginal_depths` for a total of gamma* per request (`best_depth`).
+    """Depths by `marginal_depths` for a total of gamma* tokens per request (arXiv 2511.14617, section on MBA).
+
+    gamma* = argmin T_SD(B, gamma), 0 where no depth beats plain decoding. The seconds per token of a request are
+
+        T_SD(B, gamma) = (1 - alpha) * (D + T(B, gamma)) / (1 - alpha^(gamma + 1)),
+
+    with D = draft_s * gamma and T(B, gamma) = base_s + token_s * B * (gamma + 1).
 
     Probes have high priority: sample 0 of each group, whose length predicts those of the other samples. alpha is a / (a
     + 1) of the mean recent acceptance a, and the profile alpha^i. A request without a draft so far counts as `prior`:
@@ -249,9 +237,12 @@ class MbaBudget(DraftBudget):
         accepted = float(np.mean(recent)) if recent else self.prior
         alpha = accepted / (accepted + 1.0)
         most = strategy.reach
-        depth = best_depth(
-            alpha, state.batch, base_s=self.base_s, token_s=self.token_s, draft_s=self.draft_s, most=most
-        )
+
+        def seconds(depth: int) -> float:
+            pass_s = self.draft_s * depth + self.base_s + self.token_s * state.batch * (depth + 1)
+            return pass_s / sum(alpha**i for i in range(depth + 1))
+
+        depth = min(range(most + 1), key=seconds)
         probes = [request.key[2] == 0 for request in requests] or [False] * state.batch
         high, low = marginal_depths(
             sum(probes), state.batch - sum(probes), [alpha**i for i in range(most + 2)], depth * state.batch,
