@@ -106,6 +106,7 @@ def comparison_text(found: Comparison, rows: Sequence[Mapping[str, Any]], *, sam
         for note in marked:
             notes.setdefault(note, []).append(row["system"])
     lines += [f"{note} ({', '.join(dict.fromkeys(names))})" for note, names in notes.items()]
+    lines += [f"left out: {name}: {why}" for name, why in attrs.get("left_out", {}).items()]
     if kind == "system":
         lines.append("--json has each system's assumptions, source and claim, and the rest of its figures")
     return "\n".join(lines)

@@ -60,7 +60,7 @@ def compare(
         found = run(source, chosen, config, systems=systems, journal=journal)
     (_, share), rows = logged_stages(source), json_rows(found)
     names = ("axes", "baseline", "num_rl_steps", "num_rl_steps_of", "num_workers", "num_gpus", "evidence",
-             "outside_calibration", "costs", "acceptance", "failed")  # fmt: skip
+             "outside_calibration", "costs", "acceptance", "failed", "left_out")  # fmt: skip
     result: dict[str, Any] = {"rows": rows, "figures": "simulated", **{key: found.attrs[key] for key in names}}
     result |= {
         "logged_rollout_share": share, "trace": source.manifest.name or str(trace), "settings": to_json(config),

@@ -32,7 +32,7 @@ from .logged import LoggedRun
 from .reduce import Comparison, compared, comparison, intervals_of
 from .sample import Scenarios, samples, small
 from .study import Cell, Journal, Study
-from .systems import bind_all, system_cell
+from .systems import bind_all, left_out, system_cell
 
 POLICIES = "none,table,beg-mab,adaptive"
 Policies = Mapping[str, PolicySource] | Sequence[PolicySource] | str
@@ -150,7 +150,8 @@ def compare(
 
     `attrs` has `axes`, `baseline`, `num_rl_steps` of the trace's `num_rl_steps_of`, `num_workers`, `num_gpus`, the
     names of `costs` and `acceptance`, `evidence` (`Scenario.evidence`), of the baseline and the fastest the largest
-    `outside_calibration`, and `failed`: the message of each cell that raised. Raises ConfigError before anything runs.
+    `outside_calibration`, `failed`: the message of each cell that raised, and `left_out`: why some of all systems are
+    not there. Raises ConfigError before anything runs.
 
     >>> compare("traces/tiny", "none,beg-mab", workers=[1, 2]).speed_up.tolist()  # doctest: +SKIP
     >>> compare("traces/tiny", systems="verl,tlt-base").set_index("system").ratio  # doctest: +SKIP
@@ -283,4 +284,5 @@ def _about(
         "acceptance": nominal.acceptance_name,
         "evidence": nominal.evidence((s for cell in cells for s in cell.policy.strategies), outside),
         "outside_calibration": outside,
+        "left_out": left_out(point.systems or (), nominal),
     }

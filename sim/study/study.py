@@ -117,6 +117,10 @@ class Cell:
         """Return `Scenario.bounds_of` a nominal scenario; None for a system that rolls out other work."""
         if self.system is not None and not self.system.system.same_work:
             return None
+        planner = self.scenario.planner or nominal.planner
+        if planner is not nominal.planner:
+            # What moves may end before the bound of what stays.
+            nominal = replace(nominal, planner=planner)
         return nominal.bounds_of(self.policy, self.scenario.acceptance)
 
     def makespans(self) -> list[Row]:

@@ -14,8 +14,9 @@ from tltlab.costs.scaled import ScaledCosts
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.composition import System
+from tltlab.planning.planners import load_planner
 from tltlab.planning.system_binding import BoundSystem, bind, bind_assuming
-from tltlab.planning.systems import find_systems
+from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.rl_steps import Colocated, Separate, Topology
 from tltlab.sim.scenario import Scenario
@@ -24,13 +25,32 @@ from .sample import Scenarios
 from .study import Cell
 
 
+def why_not(system: System, scenario: Scenario) -> str:
+    """Return why a system cannot be simulated here; empty where it can."""
+    if system.planner is None:
+        return ""
+    if not scenario.shapes:
+        return "no other shape to gather onto: give --gpus with several workers, or --shapes 1x8=COSTS"
+    why = scenario.unplanned()
+    return f"a planner is not simulated with {why}" if why else ""
+
+
+def left_out(systems: Sequence[System], scenario: Scenario) -> dict[str, str]:
+    """Return why some of all systems cannot be simulated here; ConfigError where they were named, and not all are."""
+    reasons = {system.name: why for system in systems if (why := why_not(system, scenario))}
+    if reasons and len(systems) < len(SYSTEMS):
+        raise ConfigError("; ".join(f"system {name}: {why}" for name, why in reasons.items()))
+    return reasons
+
+
 def bind_all(systems: Sequence[System], scenario: Scenario) -> list[BoundSystem]:
-    """Return the systems fitted to what is known here, with a default for what is not."""
+    """Return the systems fitted to what is known here, with a default for what is not, but for those `left_out`."""
+    without = left_out(systems, scenario)
     scenario.check_acceptance(())
     acceptance = replayable(scenario.acceptance, scenario.steps)
     fitted = scenario.acceptance.pooled(scenario.registry) if isinstance(scenario.acceptance, TraceAcceptance) else None
     bound = []
-    for system in systems:
+    for system in (system for system in systems if system.name not in without):
         binding = bind_assuming(system, scenario.costs, acceptance, fitted, scenario.registry)
         if generating_workers(system, scenario.workers) == scenario.workers and system.topology != "colocated":
             note = "a single worker's GPUs cannot be split: training has as many besides, which the others have not"
@@ -65,6 +85,8 @@ def system_cell(
         settings["costs"] = ScaledCosts.wrapping(
             config.costs, pass_share=system.draft_pass_share, block=system.block_drafts
         )
+    if system.planner is not None:
+        settings["planner"] = load_planner(system.planner)
     if bound.acceptance is not scenarios.acceptance and not isinstance(bound.acceptance, TraceAcceptance | None):
         settings["acceptance_name"] = None
     scenario = scenarios.of(rl_steps, **settings | changes)
@@ -93,6 +115,8 @@ def cell_named(
     (system,) = find_systems([name])
     rl_steps = scenarios.config.steps_of(scenarios.trace) or scenarios.trace.rl_steps
     scenario = scenarios.of(rl_steps)
+    if why := why_not(system, scenario):
+        raise ConfigError(f"system {name}: {why}")
     scenario.check_acceptance(())
     known = replayable(scenario.acceptance, scenario.steps)
     try:

@@ -53,7 +53,7 @@ from .logged import LoggedRun, Running
 from .reduce import Comparison, compared, comparison, intervals_of
 from .sample import Scenarios, small
 from .study import Cell, Study
-from .systems import bind_all, replayable, system_cell
+from .systems import bind_all, left_out, replayable, system_cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -773,6 +773,7 @@ class _Question:
         attrs = {
             "baseline": "verl", "num_rl_steps": len(nominal.steps), "num_workers": nominal.workers,
             "num_rl_steps_of": len(scenarios.run), "num_gpus": nominal.workers * nominal.costs.tensor_parallel,
+            "left_out": left_out(self.systems, nominal),
         }  # fmt: skip
         return comparison(compared(cells, rows, nominal, "verl"), {}, attrs)
 

@@ -232,7 +232,7 @@ class System:
     acceptance is known, or with all of them `together`. `fused`: workers that have ended their rollout begin with the
     log-probs of what has ended. `generating_share` of the workers' GPUs generate; where it is below 1 the rest trains
     (`topology` "separate"), group by group as they finish where training is `streamed`. `specs` are drafters that
-    differ from an engine's own of that name.
+    differ from an engine's own of that name. `planner` is the name of the one that moves requests between engines.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -250,6 +250,7 @@ class System:
     placement: Literal["contiguous", "round_robin", "least_loaded", "longest_expected", "two_pools", "rank_groups"] = (
         "contiguous"
     )
+    planner: str | None = None
     topology: Literal["colocated", "separate"] = "colocated"
     generating_share: float = 1.0
     lossless: bool = True

@@ -59,6 +59,8 @@ def _missing_parts(system: System) -> Iterator[str]:
         yield "updates of the drafter while its engine decodes"
     if system.placement not in (*PLACEMENTS, *BY_HISTORY):
         yield f"placement {system.placement!r}"
+    if system.planner is not None:
+        yield f"planner {system.planner!r}"
     if isinstance(system.admission, SharedBuffer):
         yield "one buffer from which every engine takes its next request"
     if system.fused:

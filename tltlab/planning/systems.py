@@ -29,7 +29,11 @@ def _system(row: dict[str, Any]) -> System:
 
 _ROWS = tomllib.loads(files("tltlab.planning").joinpath("systems.toml").read_text("utf-8"))["system"]
 SYSTEMS = {row["name"]: _system(row) for row in _ROWS}
-"""The rows, by name."""
+"""The rows, by name.
+
+SpecActor (arXiv 2511.16193) has none: its drafters run ahead on GPUs of their own while others verify, and here an
+iteration drafts, then verifies, on one engine.
+"""
 
 
 def find_systems(names: str | Sequence[str | System] = "all") -> tuple[System, ...]:

@@ -45,6 +45,7 @@ RUN = {
 LACK = {
     "dvi": ("first layers", "while its engine decodes"),
     "diffuspec": ("block in one pass",),
+    "pat": ("planner 'gather'",),
     "seer": ("one buffer",),
     "rlhfuse": ("log-probs",),
 }

@@ -20,6 +20,7 @@ from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.planning.composition import EarlierEpoch, LadderStep, Regrouped, System, Truncated, one_strategy
 from tltlab.planning.execution import missing_part
+from tltlab.planning.rollout import Shape
 from tltlab.planning.system_binding import bind
 from tltlab.planning.systems import SYSTEMS
 from tltlab.sim import Separate, SimulationConfig, run_steps, simulate
@@ -59,12 +60,16 @@ def found(trace):
 
 
 def test_each_row_is_the_simulation_of_its_policy(trace, found):
-    assert set(found.index) == set(SYSTEMS)
+    assert set(found.index) == set(SYSTEMS) - {"pat"}
     assert not any(found["defaults"])
     # What goes to another process is pickled.
     model = load_acceptance("all=geometric:0.7")
     sent = {n: pickle.loads(pickle.dumps(bind(s, COSTS, model))) for n, s in SYSTEMS.items()}
-    plain = {n: s for n, s in SYSTEMS.items() if s.same_work and s.placement == "contiguous" and not s.max_staleness}
+    plain = {
+        n: s
+        for n, s in SYSTEMS.items()
+        if n in found.index and s.same_work and s.placement == "contiguous" and not s.max_staleness
+    }
     assert len(plain) >= 10
     for name, system in plain.items():
         bound = sent[name]
@@ -74,6 +79,19 @@ def test_each_row_is_the_simulation_of_its_policy(trace, found):
         assert found.loc[name, "makespan_s"] == pytest.approx(alone.makespan_s, rel=1e-12)
         accept = found.loc[name, "mean_accept_length"]
         assert accept == pytest.approx(alone.summary["mean_accept_length"]) if accept == accept else "r" in name
+
+
+def test_a_system_that_gathers_needs_another_shape(trace, capsys):
+    few = {"rl_steps": [0], "costs": COSTS}
+    with refused(ConfigError, naming=("pat", "shape")):
+        compare(trace, systems="verl,pat", **few)
+    _, shown, _ = typed(capsys, "compare", TINY, "--systems", "all", "--rl-steps", "0:1")
+    assert "left out: pat: no other shape" in shown
+    assert typed(capsys, "simulate", TINY, "--system", "pat")[0] == 2
+    fast = COSTS.model_copy(update={name: getattr(COSTS, name) / 3 for name in ("base_s", "per_token_s")})
+    rows = compare(trace, systems="verl,pat", shapes={Shape.of("1x4"): fast}, gather_s=0.0, **few).set_index("system")
+    assert rows.loc["pat", "speed_up"] > 1.1
+    assert rows.loc["pat", "regret"] >= 0
 
 
 def test_other_figures_are_those_of_the_simulated_trace(trace, found):
@@ -88,7 +106,7 @@ def test_other_figures_are_those_of_the_simulated_trace(trace, found):
     assert april["tokens_per_s_ratio"] != pytest.approx(1.0 / april["ratio"])
     assert 0.0 < april["off_policy_share"] < 1.0
     # Nowhere that an RL step trains on all that it began; who carries responses over comes near it in a short run.
-    assert (found.loc[[name for name, system in SYSTEMS.items() if system.admission is None], "length_bias"] == 1).all()
+    assert (found.loc[[name for name in found.index if SYSTEMS[name].admission is None], "length_bias"] == 1).all()
     assert 0.5 < found.loc["copris", "length_bias"] < 1.5
     assert found.loc["copris", "length_bias"] != 1.0
 
@@ -193,7 +211,7 @@ def test_replayed_acceptance_serves_where_every_response_has_it(trace):
     replayed = with_positions(trace, [[2] * n for n in trace.outcomes["response_tokens"]], "suffix")
     some = {"costs": COSTS, "rl_steps": [0], "decision_block": 8}
     whole = compare(replayed, systems="all", **some)
-    assert set(whole["system"]) == set(SYSTEMS)
+    assert set(whole["system"]) == set(SYSTEMS) - {"pat"}
     das = whole.set_index("system").loc["das"]
     assert "acceptance.parquet" in das["defaults"][0]
     assert das["mean_accept_length"] <= 3.0
@@ -255,7 +273,7 @@ def test_the_command_prints_and_writes_one_object(tmp_path, capsys):
     assert json.loads(out.read_text()) == result
     assert (result["baseline"], result["failed"], result["figures"]) == ("verl", {}, "simulated")
     rows = {row["system"]: row for row in result["rows"]}
-    assert set(rows) == set(SYSTEMS)
+    assert (set(rows), list(result["left_out"])) == (set(SYSTEMS) - {"pat"}, ["pat"])
     for row in rows.values():
         assert set(row) >= KEYS
         assert row["speed_up_low"] == pytest.approx(1 / row["ratio_high"])
