@@ -110,19 +110,22 @@ def _partial(run: EngineRun, responses: int) -> PartialConfig | None:
 def engine_run_of(recipe: Sections) -> EngineRun:
     """Return the settings that execute the recipe's system; ConfigError as `engine_run`."""
     system, costs = find_system(str(recipe.rollout.system)), None
-    if system.budget is not None and (costs := _costs(recipe)) is None:
-        raise ConfigError(f"{system.name} needs the cost of a pass on a GPU: name the GPU, cluster.gpu")
+    if system.budget is not None:
+        costs = pass_costs(recipe, recipe.rollout.tensor_parallel_size, system.name)
     return engine_run(system, costs, _head(recipe) or "learned")
 
 
-def _costs(recipe: Sections) -> CostModel | None:
-    """Return an engine's costs on this cluster, None on an unnamed GPU."""
+def pass_costs(recipe: Sections, gpus: int, part: str) -> CostModel:
+    """Return the costs of passes on an engine of so many GPUs, for a `part` of the recipe; on CPUs those of cpu-small.
+
+    ConfigError for a GPU or a model without a profile.
+    """
     cluster = recipe.cluster
     if not cluster.gpus_per_node:
         return load_costs("cpu-small")
     if cluster.gpu is None:
-        return None
-    return profile_costs(None, cluster.gpu, find_model(recipe.model), recipe.rollout.tensor_parallel_size)
+        raise ConfigError(f"{part} needs the cost of a pass on a GPU: name the GPU, cluster.gpu")
+    return profile_costs(None, cluster.gpu, find_model(recipe.model), gpus)
 
 
 def system_settings(recipe: Sections) -> tuple[dict[str, Any] | None, list[str]]:
@@ -229,7 +232,7 @@ class Recipe(Sections):
 
         def costs() -> CostModel | None:
             with suppress(ConfigError):
-                return _costs(self)
+                return pass_costs(self, self.rollout.tensor_parallel_size, "rollout.placement")
             return None
 
         with found_in(self.code):

@@ -13,10 +13,12 @@ from tltlab.errors import ConfigError, did_you_mean
 
 from .placement import assign_least_loaded
 from .rollout import (
+    HELD,
     LENGTHS,
     Action,
     EngineCosts,
     Gather,
+    Hold,
     Move,
     OwnPlanner,
     RolloutPlanner,
@@ -131,6 +133,49 @@ class Rebalancer(RolloutPlanner):
             actions.append(Move(key=state.keys[request], worker=target))
 
 
+class BufferPlanner(RolloutPlanner):
+    """Keeps requests in one buffer, from which an engine gets the next as soon as it has room (`SharedBuffer`).
+
+    An engine runs at most `most` requests. What runs does not move.
+    """
+
+    def __init__(self, chunk_tokens: int = 8192, most: int = 256) -> None:
+        self.chunk_tokens, self.most = chunk_tokens, most
+
+    def plan(self, state: RolloutState) -> Sequence[Action]:
+        worker = state.worker.copy()
+        if not state.ended and not state.generated_tokens.any() and not (worker == HELD).any():
+            worker[:] = HELD
+        costs, engines = state.engines.get(state.active), range(state.active.engines)
+        room = math.inf if costs is None else costs.kv_capacity_tokens
+        needs = state.prompt_tokens + np.minimum(self.chunk_tokens, state.max_response_tokens)
+        counts = [int((worker == engine).sum()) for engine in engines]
+        reserved = [float(needs[worker == engine].sum()) for engine in engines]
+        longest: dict[str, int] = {}
+        for key, tokens in state.ended.items():
+            longest[key[1]] = max(longest.get(key[1], 0), tokens)
+
+        def rank(request: int) -> tuple[bool, float]:
+            key = state.keys[request]
+            # Seer's L_g (arXiv 2511.14617, Alg. 2): a probe first, then the longest finished sample of a group.
+            return key[2] != 0, -longest.get(key[1], float(state.max_response_tokens[request]))
+
+        for request in sorted(np.flatnonzero(worker == HELD).tolist(), key=rank):
+            engine = min(engines, key=lambda n: (reserved[n], counts[n]))
+            if counts[engine] and (counts[engine] >= self.most or reserved[engine] + needs[request] > room):
+                break
+            worker[request] = engine
+            counts[engine] += 1
+            reserved[engine] += needs[request]
+        if not (worker == HELD).any():
+            self.asked_below = 0
+        moved = np.flatnonzero(worker != state.worker).tolist()
+        return [
+            Hold(key=state.keys[i]) if worker[i] == HELD else Move(key=state.keys[i], worker=int(worker[i]))
+            for i in moved
+        ]
+
+
 def _gained(remaining: Floats, ends_s: Floats, on: Sequence[Ints], at_s: Floats) -> Floats:
     """Tokens that each request has gained by `at_s` of its sample: on one engine all that run gain alike."""
     gained = np.zeros(remaining.shape)
@@ -169,13 +214,18 @@ PLANNERS: dict[str, type[RolloutPlanner] | None] = {
 """Shipped planners by name; None asks nobody."""
 
 
+OF_SYSTEMS: dict[str, type[RolloutPlanner]] = {"buffer": BufferPlanner}
+"""Planners of systems from the literature."""
+
+
 def load_planner(source: str | RolloutPlanner | type[RolloutPlanner] | None) -> RolloutPlanner | None:
     """Return a planner from itself, a name in `PLANNERS`, a class, or `module:Class(key=value,...)`; None for `stay`.
 
     ConfigError for another source.
     """
-    if source is None or (isinstance(source, str) and source in PLANNERS):
-        shipped = PLANNERS[source or "stay"]
+    known = {**PLANNERS, **OF_SYSTEMS}
+    if source is None or (isinstance(source, str) and source in known):
+        shipped = known[source or "stay"]
         return None if shipped is None else shipped()
     own: RolloutPlanner | None = OwnPlanner.resolve(source)
     if own is None:

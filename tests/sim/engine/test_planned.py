@@ -10,6 +10,9 @@ import tltlab
 from tests.sim.workloads import FEW, FREE, ONE_SECOND, TINY
 from tests.traces_of_lengths import of_lengths
 from tltlab.errors import ConfigError
+from tltlab.lengths.generate import log_normal
+from tltlab.planning.composition import SharedBuffer
+from tltlab.planning.planners import BufferPlanner
 from tltlab.planning.rollout import HELD, Gather, Hold, Move, RolloutPlanner, Shape
 from tltlab.sim import simulate
 
@@ -206,6 +209,19 @@ def test_requests_move_from_the_engine_that_ends_last_to_one_that_has_none():
     alone, moved = (simulate(trace, "none", costs=BY_BATCH, planner=name).makespan_s for name in ("stay", "rebalance"))
     assert alone == 1600.0
     assert moved < 0.75 * alone
+
+
+def test_seers_buffer_is_a_planner_too():
+    trace = log_normal(prompts=8, group_size=8, rl_steps=2, median=120, cap=600, workers=4)
+    costs = FREE.model_copy(update={"base_s": 0.01, "per_request_s": 1e-4})
+    for room, chunk in ((None, 300), (4000, 300), (2500, 600)):
+        how = {"costs": costs.model_copy(update={"kv_capacity_tokens": room}), "workers": 4}
+        fed = simulate(trace, "none", admission=SharedBuffer(chunk_tokens=chunk), **how)
+        asked = simulate(trace, "none", planner=BufferPlanner(chunk_tokens=chunk), **how)
+        assert asked.makespan_s == pytest.approx(fed.makespan_s, rel=0.01 if room else 1e-12)
+    how = {"costs": costs, "workers": 4, "record_iterations": True}
+    few = simulate(trace, "none", planner=BufferPlanner(most=2), **how).trace
+    assert few.iterations["batch"].max() == 2
 
 
 @pytest.mark.parametrize(
