@@ -136,18 +136,18 @@ class Rebalancer(RolloutPlanner):
 class BufferPlanner(RolloutPlanner):
     """Keeps requests in one buffer, from which an engine gets the next as soon as it has room (`SharedBuffer`).
 
-    An engine runs at most `most` requests. What runs does not move.
+    It has room for as many requests as run at once, and for their tokens. What runs does not move.
     """
 
-    def __init__(self, chunk_tokens: int = 8192, most: int = 256) -> None:
-        self.chunk_tokens, self.most = chunk_tokens, most
+    def __init__(self, chunk_tokens: int = 8192) -> None:
+        self.chunk_tokens = chunk_tokens
 
     def plan(self, state: RolloutState) -> Sequence[Action]:
         worker = state.worker.copy()
         if not state.ended and not state.generated_tokens.any() and not (worker == HELD).any():
             worker[:] = HELD
         costs, engines = state.engines.get(state.active), range(state.active.engines)
-        room = math.inf if costs is None else costs.kv_capacity_tokens
+        most, room = (math.inf, math.inf) if costs is None else (costs.max_num_seqs, costs.kv_capacity_tokens)
         needs = state.prompt_tokens + np.minimum(self.chunk_tokens, state.max_response_tokens)
         counts = [int((worker == engine).sum()) for engine in engines]
         reserved = [float(needs[worker == engine].sum()) for engine in engines]
@@ -162,7 +162,7 @@ class BufferPlanner(RolloutPlanner):
 
         for request in sorted(np.flatnonzero(worker == HELD).tolist(), key=rank):
             engine = min(engines, key=lambda n: (reserved[n], counts[n]))
-            if counts[engine] and (counts[engine] >= self.most or reserved[engine] + needs[request] > room):
+            if counts[engine] and (counts[engine] >= most or reserved[engine] + needs[request] > room):
                 break
             worker[request] = engine
             counts[engine] += 1

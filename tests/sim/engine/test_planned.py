@@ -219,9 +219,9 @@ def test_seers_buffer_is_a_planner_too():
         fed = simulate(trace, "none", admission=SharedBuffer(chunk_tokens=chunk), **how)
         asked = simulate(trace, "none", planner=BufferPlanner(chunk_tokens=chunk), **how)
         assert asked.makespan_s == pytest.approx(fed.makespan_s, rel=0.01 if room else 1e-12)
-    how = {"costs": costs, "workers": 4, "record_iterations": True}
-    few = simulate(trace, "none", planner=BufferPlanner(most=2), **how).trace
-    assert few.iterations["batch"].max() == 2
+    few = {"costs": costs.model_copy(update={"max_num_seqs": 2}), "workers": 4}
+    begun = simulate(trace, "none", planner=BufferPlanner(), **few)
+    assert begun.makespan_s < 0.95 * simulate(trace, "none", **few).makespan_s
 
 
 @pytest.mark.parametrize(
