@@ -641,14 +641,15 @@ def no_graph(run: RunEvidence) -> Findings:
 
 @check("long-starved", "training sees the lengths that are generated")
 def long_starved(run: RunEvidence) -> Findings:
-    """Groups dropped for their age leave training with shorter responses than were generated."""
+    """Groups dropped for their age, and surplus samples, leave training with shorter responses than were generated."""
     rows = run.steps[run.steps["length_bias"].notna()]
     need(len(rows), "RL steps are apart, or the trace has no record of dropped responses (steps.length_bias)")
     bias, dropped = rows["length_bias"].iloc[-1], rows["dropped_groups"].iloc[-1]
-    groups = "" if pd.isna(dropped) else f" {dropped:.0f} groups were dropped for their age."
+    groups = "" if pd.isna(dropped) or not dropped else f" {dropped:.0f} groups were dropped for their age."
     if bias < STARVED:
         yield problem(
             "Training is starved of long responses",
             f"Responses trained on have {bias:.0%} of the mean length of those generated.{groups}",
-            'Wait for the oldest groups (rollout.stale = "hold"), or allow older ones (staleness, partial.max_age).',
+            'Wait for the oldest groups (rollout.stale = "hold"), allow older ones (staleness, partial.max_age), or '
+            "begin fewer samples (partial.samples).",
         )
