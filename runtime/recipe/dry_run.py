@@ -6,7 +6,7 @@ Memory is one table of parts, each with its phases and its formula. A run report
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -30,6 +30,11 @@ from .recipe import Recipe, system_settings
 from .rules import notes_of
 from .sections import LoraConfig
 
+MARGIN = 0.1
+"""Share of reckoned memory that must be left on a GPU: blocks that torch's allocator keeps, and all that is not counted.
+
+vLLM measures its own share when it starts, so that needs none.
+"""
 GRAPH_BYTES = 2 << 30
 """For CUDA graphs that are not planned: a constant."""
 LOGITS = 1 << 26
@@ -244,7 +249,7 @@ def _adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
 def _trainer(sizes: MemorySizes, table: MemoryPlan) -> None:
     """Add a rank's parts: those it keeps between updates, and those of an update and a sync.
 
-    Float32 master weights, gradients and Adam's two moments are the 16 bytes per parameter of ZeRO (arXiv 1910.02054,
+    An update takes most where the last layer's gradient is computed: at the LM head, or just after it. Float32 master weights, gradients and Adam's two moments are the 16 bytes per parameter of ZeRO (arXiv 1910.02054,
     section 3.1), shared by all ranks (its stage 3, which is FSDP2). Activations are counted as in arXiv 2205.05198,
     section 4.1, for a gated MLP, RMSNorm in float32 and attention that keeps no scores. With checkpointing each layer
     keeps its input, and one layer at a time all of it. Ranks that share sequences have that share of their tokens.
@@ -281,10 +286,14 @@ def _trainer(sizes: MemorySizes, table: MemoryPlan) -> None:
         activations = tokens * (shape.layers * shape.hidden * value + layer)
         formula = "tokens x (layers x hidden + one layer's activations)"
     add("activations", activations, f"{formula}, {tokens} tokens", TRAINING)
-    # Logits and one copy in float32, and a bfloat16 copy where that is the compute dtype.
-    each = 8 if value == 4 else 10
-    logits = each * min(tokens * shape.vocab, LOGITS) + 4 * shape.head_params * (train.lora is None)
-    add("logits", logits, f"{each} bytes x a chunk's, and the LM head's gradient", TRAINING)
+    # Logits and one copy in float32, and a bfloat16 copy where that is the compute dtype. The LM head's gradient is
+    # summed in float32, chunk by chunk, and FSDP2 reduces a layer's while the next one's is computed.
+    each, trains_all, shards = (8 if value == 4 else 10), train.lora is None, train.ranks > 1 or value == 2
+    head = each * min(tokens * shape.vocab, LOGITS) + trains_all * (4 + shards * value) * shape.head_params
+    layers = value * shape.head_params + (4 + value) * shape.layer_params
+    backward = trains_all * shards * layers + value * tokens * 2 * shape.intermediate
+    formula = f"the larger of the LM head's ({each} bytes x a chunk's logits, its gradient) and a layer's, unreduced"
+    add("logits and gradients", max(head, backward), formula, TRAINING)
     add("trainer runtime", sizes.on_gpu * TRAINER_BYTES, "flat: context, workspaces", TRAINING + SYNC)
     add("trainer runtime", sizes.on_gpu * CONTEXT_BYTES, "flat: context", GENERATING)
     on_host("trainer rank runtime", RUNTIME_BYTES[RANK], "measured")
@@ -294,15 +303,18 @@ def _trainer(sizes: MemorySizes, table: MemoryPlan) -> None:
 
 
 def _sent(sizes: MemorySizes, table: MemoryPlan, process: str) -> None:
-    """Add parts of weight transfers (`engine.weights`): a process's buckets, and a trainer's gathered tensor.
+    """Add parts of weight transfers (`engine.weights`): a process's buckets, and a sharded trainer's gathered tensor.
 
     By the host the buckets are shared memory of a machine, mapped permanently; between devices they exist during a
     sync.
     """
     value, shape = sizes.trainer_value, sizes.shape
     largest = max(shape.head_params, shape.hidden * shape.intermediate)
-    if sizes.on_gpu and process == RANK:
-        table.add(process, "gathered tensor", (4 + value) * largest, "the largest tensor in float32, and cast", SYNC)
+    train = sizes.recipe.train
+    if process == RANK and (train.ranks > 1 or value == 2):
+        # A rank's share is cast before; adapters are merged into float32 weights.
+        each = value * (1 + 1 / train.ranks) + 8 * (train.lora is not None)
+        table.add(process, "gathered tensor", each * largest, f"{each:.3g} bytes x the largest tensor's numbers", SYNC)
     if sizes.transport == "host":
         formula = "2 buckets of a tensor or more, in shared memory"
         table.add(process, "weights, shared", 2 * max(BUCKET_BYTES, value * largest), formula, device="host")
@@ -387,8 +399,8 @@ class Memory:
 class RunPlan:
     """A recipe's plan.
 
-    `fits` is None where no GPU is named to compare memory with; `system` is None, or the settings that execute the
-    recipe's system.
+    `fits`: each GPU has `MARGIN` to spare in each phase; None where no GPU is named to compare memory with. `tight` is the
+    place that has room, but less than that to spare. `system` is None, or the settings that execute the recipe's system.
     """
 
     model: str
@@ -403,6 +415,7 @@ class RunPlan:
     tokens_per_response: int
     memory: tuple[Memory, ...]
     fits: bool | None
+    tight: str | None
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -423,8 +436,11 @@ class RunPlan:
             drafts = ", ".join(self.system["strategies"])
             run.append(("system", ", ".join([f"{self.system['title']}: drafts {drafts}", *settings])))
         lines = [table((), run, left=2), "memory, GB by phase", *_memory_tables(self.memory, self.gpu_bytes)]
-        if self.fits is not None:
-            lines.append("it fits" if self.fits else "it DOES NOT FIT")
+        margin = f"{MARGIN:.0%} of what is reckoned"
+        if self.tight is not None:
+            lines.append(f"WARNING: it may not fit: {self.tight}, without {margin} to spare")
+        elif self.fits is not None:
+            lines.append(f"it fits, with {margin} to spare" if self.fits else "it DOES NOT FIT")
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
@@ -440,7 +456,9 @@ def plan_of(recipe: Recipe) -> RunPlan:
     for rows_of in (_engine, _trainer, _drafter, _driver):
         rows_of(sizes, table)
     memory = tuple(_memory(table, bundles, _on_first_node(recipe, bundles)))
-    fits = None if gpu is None else _fits(bundles, memory, gpu)
+    # Places without a margin, and among them those without room.
+    short = [] if gpu is None else list(_short(bundles, memory, gpu, recipe.rollout.vllm))
+    tight = short[0][0] if short and not any(lacks for _, lacks in short) else None
     system, notes = system_settings(recipe)
     if table.at_once < sizes.running:
         notes.append(
@@ -474,7 +492,8 @@ def plan_of(recipe: Recipe) -> RunPlan:
         responses_per_step=sizes.responses,
         tokens_per_response=sizes.tokens,
         memory=memory,
-        fits=fits,
+        fits=None if gpu is None else not short,
+        tight=tight,
         notes=tuple(notes),
     )
 
@@ -537,14 +556,15 @@ def _memory_tables(memory: Sequence[Memory], gpu_bytes: float | None) -> Iterato
         yield table((place, "", *(entry.phase for entry in phases), ""), rows, left=2, words=True, indent=2)
 
 
-def _fits(bundles: Bundles, memory: tuple[Memory, ...], gpu: Gpu) -> bool:
-    """Return True if each phase fits; actors that share a GPU must fit into it together."""
+def _short(bundles: Bundles, memory: Sequence[Memory], gpu: Gpu, vllm: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield each place and phase without a margin, and whether it lacks room: actors share a GPU, or a share of it."""
     share_of = {
         "a rollout worker's GPU": min(bundles.workers[0] or 1, 1.0),
         "a trainer rank's GPU": min((*bundles.ranks, 1.0)[0] or 1, 1.0),
     }
-    return all(
-        entry.total_bytes <= gpu.memory_bytes * share_of.get(entry.where, 1.0) + 1e-3
-        for entry in memory
-        if entry.device == "GPU"
-    )
+    measured = () if "kv_cache_memory_bytes" in vllm else (WORKER,)
+    for entry in memory:
+        limit, total = gpu.memory_bytes * share_of.get(entry.where, 1.0) + 1e-3, entry.total_bytes
+        reckoned = sum(part.num_bytes for part in entry.parts if part.process not in measured)
+        if entry.device == "GPU" and total + MARGIN * reckoned > limit:
+            yield f"{total / 1e9:.1f} of {limit / 1e9:.1f} GB on {entry.where} in {entry.phase}", total > limit

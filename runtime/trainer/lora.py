@@ -97,13 +97,12 @@ class MergedTensors(WholeTensors):
             if ".lora_" not in name and (self._blocks is None or name.rsplit(".", 2)[0] in self._blocks)
         }
 
-    def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        whole = super()._whole(name, tensor)
+    def _whole(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         layer = self._adapted.get(name.removesuffix(".weight"))
         if layer is None:
-            return whole
+            return super()._whole(name, tensor, dtype)
         a, b = (whole_tensor(part[_NAME].weight.detach()) for part in (layer.lora_A, layer.lora_B))
-        return torch.addmm(whole, b, a, alpha=layer.scaling[_NAME])
+        return torch.addmm(whole_tensor(tensor), b, a, alpha=layer.scaling[_NAME]).to(dtype)
 
 
 class AdapterTensors(WholeTensors):

@@ -316,7 +316,7 @@ class Trainer:
         # Other ranks help to gather, and keep nothing.
         device = torch.device("cpu" if self.rank == 0 else "meta")
         frozen = FrozenTarget.of(
-            self.policy.model, lambda weight: whole_tensor(weight.detach()).to(device, self.dtype, copy=True)
+            self.policy.model, lambda weight: whole_tensor(weight.detach().to(self.dtype)).to(device, copy=True)
         )
         return frozen if self.rank == 0 else None
 

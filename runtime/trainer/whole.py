@@ -28,10 +28,11 @@ class WholeTensors:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._tensors():
-            yield name, self._whole(name, tensor.detach()).to(self._dtype_of(tensor))
+            yield name, self._whole(name, tensor.detach(), self._dtype_of(tensor))
 
-    def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        return whole_tensor(tensor)
+    def _whole(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        # Ranks send each other what engines get: in bfloat16 half of what they hold.
+        return whole_tensor(tensor.to(dtype))
 
     def _state(self) -> dict[str, Tensor]:
         return self._module.state_dict(keep_vars=True)

@@ -79,6 +79,8 @@ def test_sequence_parallel_ranks_share_activations_only():
     train = {"ranks": 4, "tokens_per_microbatch": 8192, "activation_checkpointing": True}
     own, shared = (of_a_rank(31744, **train, **more) for more in ({}, {"sequence_parallel": 4}))
     assert shared.pop("activations") == own.pop("activations") / 4
+    # Those of one layer's tokens, as long as the LM head's take less.
+    assert shared.pop("logits and gradients") < own.pop("logits and gradients")
     assert shared == own
 
 
@@ -113,6 +115,19 @@ def test_colocated_only_fits_while_the_other_one_sleeps():
     assert asleep == pytest.approx(8 * 2 * plan().num_params), "at level 1 its weights are kept on the host"
     offloaded = parts(plan(offload=True), "rollout", HOST)
     assert offloaded["master weights"] + offloaded["Adam moments"] == pytest.approx(12 * plan().num_params)
+
+
+def test_what_fits_without_a_margin_is_warned_of():
+    def of(tokens):
+        rollout = {"num_workers": 1, "max_response_tokens": 3072}
+        train = {"ranks": 2, "activation_checkpointing": True, "tokens_per_microbatch": tokens}
+        return plan_of(recipe(rollout=rollout, train=train, cluster={"gpus_per_node": 3, "gpu": "H100"}))
+
+    enough, tight, little = map(of, (8192, 20480, 65536))
+    assert (enough.fits, tight.fits, little.fits) == (True, False, False)
+    assert (enough.tight, little.tight) == (None, None)
+    assert f"on {RANK_GPU} in training" in tight.tight
+    assert [line for line in tight.text().splitlines() if "10%" in line and tight.tight in line]
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])

@@ -18,7 +18,7 @@ from tltlab.runtime.trainer.trainer import Trainer
 CLOSE = 0.1
 MMAP_THRESHOLD = -3
 """In glibc's malloc.h."""
-UPDATE = ("gradients", "activations", "logits")
+UPDATE = ("gradients", "activations", "logits and gradients")
 GLIBC_BYTES = 150e6
 BOUNDS = ("update", "captured states", "drafter history", "drafter, held out", "history")
 """Parts of which a dry run tells the most that they can take."""
