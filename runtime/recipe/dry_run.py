@@ -31,7 +31,7 @@ from .rules import notes_of
 from .sections import LoraConfig
 
 MARGIN = 0.1
-"""Share of reckoned memory that must be left on a GPU: blocks that torch's allocator keeps, and all that is not counted.
+"""Share of reckoned memory to be left on a GPU, for blocks that torch's allocator keeps and what is not counted.
 
 vLLM measures its own share when it starts, so that needs none.
 """
@@ -249,7 +249,9 @@ def _adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
 def _trainer(sizes: MemorySizes, table: MemoryPlan) -> None:
     """Add a rank's parts: those it keeps between updates, and those of an update and a sync.
 
-    An update takes most where the last layer's gradient is computed: at the LM head, or just after it. Float32 master weights, gradients and Adam's two moments are the 16 bytes per parameter of ZeRO (arXiv 1910.02054,
+    An update takes most where the last layer's gradient is computed: at the LM head, or just after it.
+
+    Float32 master weights, gradients and Adam's two moments are the 16 bytes per parameter of ZeRO (arXiv 1910.02054,
     section 3.1), shared by all ranks (its stage 3, which is FSDP2). Activations are counted as in arXiv 2205.05198,
     section 4.1, for a gated MLP, RMSNorm in float32 and attention that keeps no scores. With checkpointing each layer
     keeps its input, and one layer at a time all of it. Ranks that share sequences have that share of their tokens.
@@ -399,8 +401,9 @@ class Memory:
 class RunPlan:
     """A recipe's plan.
 
-    `fits`: each GPU has `MARGIN` to spare in each phase; None where no GPU is named to compare memory with. `tight` is the
-    place that has room, but less than that to spare. `system` is None, or the settings that execute the recipe's system.
+    `fits`: each GPU has `MARGIN` to spare in each phase; None where no GPU is named to compare memory with. `tight` is
+    the place that has room, but less than that to spare. `system` is None, or the settings that execute the recipe's
+    system.
     """
 
     model: str

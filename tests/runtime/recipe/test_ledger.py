@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class Held(TorchDispatchMode):
-    """Bytes of all storages of tensors of `fake`, now and at most; `gathered` are the dtypes of what ranks collected."""
+    """Bytes of all storages of tensors of `fake`, now and at most; dtypes of what ranks `gathered`."""
 
     def __init__(self, fake):
         super().__init__()
@@ -96,8 +96,8 @@ def ranks():
 
 
 def recipe_of(folder, width, tokens, **train):
-    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064, "num_hidden_layers": 3,
-              "tie_word_embeddings": False, "max_position_embeddings": 131072, **WIDTHS[width]}  # fmt: skip
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064, **WIDTHS[width]}
+    config |= {"num_hidden_layers": 3, "tie_word_embeddings": False, "max_position_embeddings": 131072}
     (folder / "config.json").write_text(json.dumps(config))
     return Recipe.model_validate({
         "model": str(folder), "reward": "parity:reward", "data": {"train": "t.jsonl", "max_prompt_tokens": 1024},
