@@ -382,6 +382,8 @@ class SpotTrainer:
             period.ended, period.detail = "failed", f"{type(error).__name__}: {one_line(error)[:200]}"
         if period.unsaved:
             self._save(period)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         freed = time.perf_counter()
         stopped = period.ended == "stopped" and self._order_since > period.began
         period.yield_s = freed - self._order_since if stopped else None

@@ -263,14 +263,15 @@ def _trainer(sizes: MemorySizes, table: MemoryPlan) -> None:
     add, on_host = partial(table.add, RANK), partial(table.add, RANK, device="host")
     offloads = sizes.colocated and train.offload
     resident = (TRAINING + SYNC if sizes.transport == "ipc" else TRAINING) if offloads else PHASES
-    elsewhere = [phase for phase in PHASES if phase not in resident]
+    # Pinned memory is kept for the next time.
+    on_cpu = PHASES if offloads and sizes.on_gpu else [phase for phase in PHASES if phase not in resident]
     for name, num_bytes, formula in (
         ("master weights", 4 * share, "4 bytes x parameters / ranks (ZeRO 3)"),
         ("Adam moments", 8 * trained, f"8 bytes x {what} / ranks (ZeRO 3)"),
         ("reference model", 4 * share * bool(train.kl_coef and not train.lora), "4 bytes x parameters / ranks"),
     ):
         add(name, num_bytes, formula, resident)
-        on_host(name, num_bytes, f"{formula}, offloaded", elsewhere)
+        on_host(name, num_bytes, f"{formula}, offloaded", on_cpu)
     add("gradients", 4 * trained, f"4 bytes x {what} / ranks", TRAINING)
     if train.ranks > 1 or value == 2:
         gathered = value * (sizes.shared_params + 2 * shape.layer_params)

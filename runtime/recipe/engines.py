@@ -1,6 +1,7 @@
 """Engines of a recipe: its model's shape, context and requests, and their build: drafters, depths and CUDA graphs."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from math import ceil
@@ -41,6 +42,13 @@ def shape_of(model: str) -> ModelShape:
     if shape.experts:
         raise ConfigError(f"{model} is a mixture of experts, and estimates are for dense models")
     return shape
+
+
+def start_timeout_s(recipe: Recipe) -> float:
+    """Return the time limit of a start that loads the recipe's model, of 0 parameters where its shape is unknown."""
+    with suppress(ConfigError):
+        return recipe.faults.start_s(shape_of(recipe.model).stored_params)
+    return recipe.faults.start_s()
 
 
 def context_tokens(recipe: Recipe) -> int:

@@ -499,17 +499,22 @@ class LogConfig(FiniteModel):
 class FaultConfig(FiniteModel):
     """Handling of actors that fail or hang: each is restarted up to `max_restarts` times, then the run ends.
 
-    A start may take `start_timeout_s`. A trainer rank that waits `collective_timeout_s` for another in one exchange of
-    tensors gives up; set it longer than the slowest rank may work or write alone, as dead ranks are noticed without it.
-    An engine or trainer rank that is stopped (SIGSTOP) for `stopped_timeout_s` is killed and restarted, as is one that
-    does not answer a call within `call_timeout_s` and 20 times the longest such call so far.
+    A start may take `start_timeout_s`, by default 600 s and 20 for each 10^9 parameters of the model that it loads. A
+    trainer rank that waits `collective_timeout_s` for another in one exchange of tensors gives up; set it longer than
+    the slowest rank may work or write alone, as dead ranks are noticed without it. An engine or trainer rank that is
+    stopped (SIGSTOP) for `stopped_timeout_s` is killed and restarted, as is one that does not answer a call within
+    `call_timeout_s` and 20 times the longest such call so far.
     """
 
     max_restarts: NonNegativeInt = 3
-    start_timeout_s: PositiveFloat = 600.0
+    start_timeout_s: PositiveFloat | None = None
     collective_timeout_s: PositiveFloat = 3600.0
     stopped_timeout_s: PositiveFloat = 60.0
     call_timeout_s: PositiveFloat = 36_000.0
+
+    def start_s(self, num_params: float = 0.0) -> float:
+        """Return the time limit of a start that loads a model of so many parameters."""
+        return self.start_timeout_s or 600.0 + 20e-9 * num_params
 
     def patience_s(self, longest_s: float) -> float:
         """Return the time limit of a call, given the longest such call so far."""

@@ -49,7 +49,7 @@ from tltlab.runtime.ray.actors import (
     runtime_env,
     succeeded,
 )
-from tltlab.runtime.recipe.engines import EngineBuild
+from tltlab.runtime.recipe.engines import EngineBuild, start_timeout_s
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
@@ -583,7 +583,7 @@ class WorkerPool:
         """Replace the actor of worker n, start its engine, and return its handle."""
         if self.handles[n] is not None:
             ray.kill(self.handles[n])
-        placed, timeout_s = dict(self.options(n)), self.recipe.faults.start_timeout_s
+        placed, timeout_s = dict(self.options(n)), start_timeout_s(self.recipe)
         env = actor_env(placed.pop("env_vars", {}), self.recipe.cluster.host)
         worker_of: Any = FreeRolloutWorker if self.recipe.rollout.staleness else RolloutWorker
         handle = self.handles[n] = worker_of.options(**placed, runtime_env=runtime_env(env)).remote(

@@ -141,7 +141,7 @@ class RewardPool(UserProcesses):
         self._terms, self._code, self._config = recipe.reward_terms, recipe.code, recipe.reward_pool
         paths = [term.path for term in self._terms]
         self._rewards = load_rewards(paths, self._code)
-        self._start_timeout_s = recipe.faults.start_timeout_s
+        self._start_timeout_s = recipe.faults.start_s()
         self._failures: Counter[tuple[str, str]] = Counter()  # by term and reason
         self._num_rewards = 0
         self._tokenizer = tokenizer

@@ -64,6 +64,7 @@ class EngineWorker:
         self.feed = feed
         self.temperature = recipe.rollout.temperature
         self.before: Any = None
+        self._recalled: dict[Any, Any] = {}
         self.environment: tuple[EnvironmentPool, EnvironmentConfig, Any, tuple[int, ...]] | None = None
         self.slots: BucketSlots | None = None
 
@@ -203,7 +204,11 @@ class EngineWorker:
             self.engine.restore(after)
 
     def _recall(self, history: list[Any]) -> None:
-        self.engine.recall([response for visit in ray.get(history) for response in visit])
+        # What the last rollout had is here.
+        new = [ref for ref in history if ref not in self._recalled]
+        known = self._recalled | dict(zip(new, ray.get(new), strict=True))
+        self._recalled = {ref: known[ref] for ref in history}
+        self.engine.recall([response for visit in self._recalled.values() for response in visit])
 
     def learn_lengths(self, lengths: list[list[tuple[Key, int]]], excluded: int | None) -> None:
         """Deliver the lengths of responses of every worker but number `excluded` to the budget."""

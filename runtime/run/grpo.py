@@ -160,7 +160,7 @@ class RunActors:
     def engines_turn(self) -> None:
         """Hand the devices to the engines."""
         if self._colocated and not self._engines_awake:
-            self.trainers.offload()
+            self.trainers.release()
             self.pool.wake_up()
             self._engines_awake = True
 
@@ -182,6 +182,7 @@ class RunActors:
         if in_place:
             # Engines and trainers hold the devices: two models fit without caches and optimizer steps.
             self.trainers_turn()
+            self.trainers.release(keep=True)
             self.pool.wake_up(["weights"])
         else:
             self.engines_turn()
@@ -189,7 +190,7 @@ class RunActors:
         transport = "host" if self._colocated and not in_place else self._transport
         self.pool.update_weights(self.trainers.send_weights, version, transport)
         if in_place:
-            self.trainers.offload()
+            self.trainers.release()
             self.pool.wake_up(["kv_cache"])
             self._engines_awake = True
 

@@ -20,10 +20,12 @@ from tltlab.errors import RunError, TltlabError
 from tltlab.runtime.engine.weights import Engines, WeightTransport
 from tltlab.runtime.ray.actors import error_of, runtime_env
 from tltlab.runtime.ray.scratch import scratch_folder
+from tltlab.runtime.recipe.engines import start_timeout_s
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.memory import ProcessMemory
 
 from .losses import Mismatch
+from .ranks import ALLOCATOR
 from .samples import Pair, Sample, share_out
 from .trainer import Trainer, UpdateMetrics
 
@@ -35,6 +37,8 @@ _ENV = {
     "RAY_DEDUP_LOGS": "0",
     # Threads that wait by spinning take the cores of engines and drafter trainers.
     "OMP_WAIT_POLICY": "passive",
+    # Sequences of all lengths leave holes between blocks of fixed segments. An engine's sleep does not allow it.
+    ALLOCATOR: os.environ.get(ALLOCATOR, "expandable_segments:True"),
 }
 
 
@@ -63,7 +67,7 @@ class TrainerGroup:
 
     def start(self) -> None:
         """Start the ranks and load the recipe's model into them; at most `faults.start_timeout_s` seconds."""
-        timeout_s = self.recipe.faults.start_timeout_s
+        timeout_s = start_timeout_s(self.recipe)
         for rank in range(self.recipe.train.ranks):
             options = dict(self._options(rank))
             env = self._env | dict(options.pop("env_vars", {}))
@@ -145,10 +149,9 @@ class TrainerGroup:
         """See `Trainer.load_checkpoint`."""
         self._all("load_checkpoint", str(folder))
 
-    def offload(self) -> None:
-        """Move everything to the host with `train.offload`; else do nothing."""
-        if self.recipe.train.offload:
-            self._all("offload")
+    def release(self, *, keep: bool = False) -> None:
+        """Free what only passes need, and with `train.offload` the ranks' tensors too, unless they `keep` them."""
+        self._all("offload" if self.recipe.train.offload and not keep else "release")
 
     def onload(self) -> None:
         """Move everything back."""

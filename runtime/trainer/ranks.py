@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,9 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.sections import TrainConfig
 
 from .attention import ALONE, SequenceGroup
+
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+"""Environment variable of torch's settings for memory of CUDA devices."""
 
 
 def device_of(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
@@ -72,6 +76,19 @@ def sequence_groups(
     group, _ = dist.new_subgroups_by_enumeration(neighbours, timeout=timeout)
     across, _ = dist.new_subgroups_by_enumeration([list(place) for place in zip(*neighbours, strict=True)], timeout)
     return SequenceGroup(group=group, rank=rank % size, size=size), across
+
+
+@contextmanager
+def ordinary_segments() -> Iterator[None]:
+    """Within, allocate memory that other processes can open by CUDA IPC; expandable segments ask them for rights."""
+    conf = os.environ.get(ALLOCATOR, "")
+    if expandable := "expandable_segments:True" in conf:
+        torch.cuda.memory._set_allocator_settings(conf.replace("segments:True", "segments:False"))
+    try:
+        yield
+    finally:
+        if expandable:
+            torch.cuda.memory._set_allocator_settings(conf)
 
 
 def make_deterministic(repeatable: bool = True) -> None:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import IOBase
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
@@ -73,7 +73,16 @@ from .losses import (
     mismatch_sums,
     policy_loss,
 )
-from .ranks import device_of, make_deterministic, meet, micro_batches, own_micro_batches, sequence_groups
+from .offload import HostPlaces, pinned, with_part
+from .ranks import (
+    device_of,
+    make_deterministic,
+    meet,
+    micro_batches,
+    ordinary_segments,
+    own_micro_batches,
+    sequence_groups,
+)
 from .samples import Pair, Sample, TrainingValues, UpdateBatch, minibatches_of, pairs_of
 from .whole import WholeTensors, decoder_layers, local_part, whole_tensor
 
@@ -198,6 +207,7 @@ class Trainer:
         )
         self.steps = 0
         self._work = Peak(self.device)
+        self._host = HostPlaces()
         self._samples: list[Sample] = []
         self._rank_of: list[int] = []  # data rank of each of them
         self._old: list[Tensor] = []  # this rank's own log-probs before the policy moves, [0] of others
@@ -299,7 +309,8 @@ class Trainer:
 
             if self._device_sender is None or self._device_sender.transport != engines.transport:
                 self._device_sender = DeviceSender(self._sent, self.rank, engines.transport)
-            self._device_sender.send(engines)
+            with ordinary_segments():
+                self._device_sender.send(engines)
         elif self.rank:
             # Rank 0 sends, the others help to gather.
             for _ in self._sent:
@@ -307,6 +318,7 @@ class Trainer:
         else:
             if self._slots is None:
                 self._slots = BucketSlots.fit(self._sent.metadata())
+                pinned(self._slots.memory)
             engines.start_weight_update(self._slots)
             load_buckets(self._sent, self._slots, engines)
         return engines.failed
@@ -360,13 +372,27 @@ class Trainer:
             raise RunError(f"{folder}: its weight {name} holds NaN or infinity: take another checkpoint")
         self._samples, self._rank_of, self._old = [], [], []
 
+    def release(self) -> None:
+        """Free what passes leave for the next ones: gathered weights, and blocks that torch's allocator has cached."""
+        for module in self._modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        if self.device.type == "cuda":
+            # cuBLAS keeps a workspace per stream (32 MiB on Hopper), which counts as allocated until cleared.
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+
     def offload(self) -> None:
         """Move weights and optimizer state to the host, so that an engine can have the device."""
-        self._move(torch.device("cpu"))
+        self.release()
+        if self.device.type == "cuda":
+            self._move(self._host.copies)
+            self.release()
 
     def onload(self) -> None:
         """Move everything back."""
-        self._move(self.device)
+        if self.device.type == "cuda":
+            self._move(lambda held: [local_part(tensor).to(self.device, non_blocking=True) for tensor in held])
 
     def memory(self) -> ProcessMemory:
         """Return the memory of this process; `update` is the most that the last one took in addition."""
@@ -557,17 +583,20 @@ class Trainer:
         if self.world > 1:
             dist.barrier()
 
-    def _move(self, device: torch.device) -> None:
-        for module in (self.policy, self.reference):
-            if module is not None:
-                module.to(device)
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
-                state[name] = value.to(device)
-        if self.device.type == "cuda":
-            # cuBLAS keeps a workspace per stream (32 MiB on Hopper), which counts as allocated until cleared.
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
+    def _modules(self) -> list[nn.Module]:
+        return [module for module in (self.policy, self.reference) if module is not None]
+
+    def _move(self, moved: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        """Replace this rank's part of each tensor by what `moved` makes of them, in an order that stays."""
+        modules, states = self._modules(), list(self.optimizer.state.values())
+        tensors = [tensor for module in modules for tensor in chain(module.parameters(), module.buffers())]
+        tensors += [value for state in states for value in state.values()]
+        with torch.no_grad():
+            parts = dict(zip(map(id, tensors), moved(tensors), strict=True))
+        for module in modules:
+            module._apply(lambda tensor: with_part(tensor, parts[id(tensor)]))
+        for state in states:
+            state |= {name: with_part(value, parts[id(value)]) for name, value in state.items()}
 
 
 class SafetensorsWriter(HuggingFaceStorageWriter):

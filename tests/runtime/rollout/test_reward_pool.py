@@ -70,7 +70,7 @@ from tltlab.runtime.rollout.reward_pool import RewardPool
 
 # What a pool reads of a recipe, which takes long to import in every process.
 settings = SimpleNamespace(processes=PROCESSES, timeout_s=600, on_failure=0.0, memory_bytes=None)
-faults = SimpleNamespace(start_timeout_s=600)
+faults = SimpleNamespace(start_s=lambda: 600)
 terms = [SimpleNamespace(path="pool_rewards:reward", weight=1.0, label="reward")]
 recipe = SimpleNamespace(reward_terms=terms, code=(), reward_pool=settings, faults=faults)
 

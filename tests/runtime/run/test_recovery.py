@@ -1,8 +1,10 @@
 """Going back, with stand-ins for actors that tell in which order they were asked."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 
@@ -197,3 +199,24 @@ def test_trainers_that_die_at_their_start_start_again(tmp_path):
         with pytest.raises(TrainerDied):
             actors._with_trainers()
         assert len(starts) == most
+
+
+@pytest.mark.parametrize("transport", ["ipc", "host"])
+def test_engines_wake_once_trainers_have_released_their_device(tmp_path, transport):
+    actors = RunActors(small_recipe(), PLAIN, NullDrafting(), RunEvents(tmp_path / "events.jsonl"))
+    actors._colocated, actors._transport = True, transport
+    calls = Mock(**{"pool.all_alive": True})
+    actors.pool, actors.trainers = calls.pool, calls.trainers
+    for turn in (actors.trainers_turn, partial(actors.push_weights, 1), actors.trainers_turn, actors.engines_turn):
+        turn()
+    order = [
+        str(call).removeprefix("call.").replace("()", "") for call in calls.mock_calls if "update" not in str(call)
+    ]
+    there, back = ["pool.sleep(1)", "trainers.onload"], ["trainers.release", "pool.wake_up"]
+    pushed = [
+        "trainers.release(keep=True)",
+        "pool.wake_up(['weights'])",
+        "trainers.release",
+        "pool.wake_up(['kv_cache'])",
+    ]
+    assert order == [*there, *(pushed if transport == "ipc" else back), *there, *back]

@@ -7,15 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, Qwen2Config, Qwen2ForCausalLM
 
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.trainer import trainer as of_tokens
-from tltlab.runtime.trainer.ranks import make_deterministic
+from tltlab.runtime.trainer.ranks import make_deterministic, ordinary_segments
 from tltlab.runtime.trainer.samples import Sample, check
 from tltlab.runtime.trainer.trainer import Trainer
+from tltlab.runtime.trainer.whole import local_part
 
 from ..small_models import loaded, small_shape
 
@@ -364,12 +366,42 @@ def test_half_of_a_checkpoint_is_refused(random_model, tmp_path):
         trainer(random_model).load_checkpoint(str(tmp_path))
 
 
-def test_offloading_and_back_changes_nothing(random_model):
-    made, other = trainer(random_model), trainer(random_model)
-    assert (trained(made) == trained(other)).all()
-    made.offload()
-    made.onload()
-    assert (trained(made) == trained(other)).all()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offloading_and_back_changes_nothing(random_model, dtype):
+    with closing(trainer(random_model, dtype=dtype, kl_coef=0.1)) as made:
+        wanted = [trained(made) for _ in range(3)]
+    with closing(trainer(random_model, dtype=dtype, kl_coef=0.1)) as made:
+        assert (trained(made) == wanted[0]).all()
+        places = []
+        for weights in wanted[1:]:
+            made.offload()
+            # On a CPU that is all: here as it would go on from a GPU, and back to another place than before.
+            made._move(made._host.copies)
+            places.append([local_part(weight).data_ptr() for weight in made.policy.parameters()])
+            made._move(lambda tensors: [local_part(tensor).clone() for tensor in tensors])
+            assert not set(places[0]) & {local_part(weight).data_ptr() for weight in made.policy.parameters()}
+            assert (trained(made) == weights).all()
+        assert places[0] == places[1], "memory of the host is pinned once"
+
+
+def test_gathered_weights_do_not_outlast_a_pass(random_model):
+    """FSDP2 keeps those of the root, embedding and LM head, until the next backward pass."""
+    with closing(trainer(random_model, dtype="bfloat16")) as made:
+        made.score([([5, 6], [7, 8])])
+        assert any(weight.dtype == torch.bfloat16 for weight in made.policy.parameters())
+        made.release()
+        assert all(isinstance(weight, DTensor) for weight in made.policy.parameters())
+
+
+def test_engines_open_ordinary_segments(monkeypatch):
+    settings = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    with ordinary_segments():
+        assert settings == []
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
+    with ordinary_segments():
+        assert settings == ["expandable_segments:False,max_split_size_mb:512"]
+    assert settings[1:] == ["expandable_segments:True,max_split_size_mb:512"]
 
 
 def test_only_a_recipe_that_asks_is_deterministic(random_model):
