@@ -136,27 +136,26 @@ def replay(drafter: Drafter, groups: Sequence[Visits], depth: int) -> dict[str, 
     drafter.catch_up()
     insert_s = lookup_s = 0.0
     lookups = inserted = drafted = accepted = 0
-    while open_:
-        for key, text in list(open_.items()):
+    while open_ := {key: text for key, text in open_.items() if at[key] < len(text)}:
+        start = time.perf_counter()
+        drafts = drafter.propose_all([(key, min(depth, len(text) - at[key])) for key, text in open_.items()])
+        lookup_s += time.perf_counter() - start
+        news = []
+        for (key, text), (draft, _) in zip(open_.items(), drafts, strict=True):
             done = at[key]
-            if done == len(text):
-                del open_[key]
-                continue
-            start = time.perf_counter()
-            draft = drafter.propose(key, min(depth, len(text) - done)).tokens
-            lookup_s += time.perf_counter() - start
             num_accepted = next((i for i, token in enumerate(draft) if token != text[done + i]), len(draft))
             drafter.observe(key, len(draft), num_accepted)
-            new = text[done : done + num_accepted + 1]
-            start = time.perf_counter()
-            drafter.extend(key, new)
-            drafter.catch_up()
-            insert_s += time.perf_counter() - start
-            at[key] += len(new)
-            lookups += 1
-            inserted += len(new)
+            news.append((key, text[done : done + num_accepted + 1]))
+            at[key] += num_accepted + 1
             drafted += len(draft)
             accepted += num_accepted
+        start = time.perf_counter()
+        for key, new in news:
+            drafter.extend(key, new)
+        drafter.catch_up()
+        insert_s += time.perf_counter() - start
+        lookups += len(news)
+        inserted += sum(len(new) for _, new in news)
     return {
         "insert_us_per_token": insert_s / max(inserted, 1) * 1e6,
         "lookup_us": lookup_s / max(lookups, 1) * 1e6,

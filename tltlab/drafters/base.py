@@ -5,10 +5,11 @@ A drafter holds no clock and draws nothing: the same calls give the same drafts.
 one problem. Drafts are greedy, so verification keeps each drafted token with the target's own probability of it.
 """
 
-import math
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 Key = tuple[int, str, int, int]
 
@@ -103,40 +104,6 @@ class Drafter(ABC):
         The owner of a run's history calls this before each rollout. A drafter that keeps nothing beyond a
         group has nothing to do.
         """
-
-
-class TextIndex(Protocol):
-    """Text to look up; some of it is `waiting` to be put in, which `catch_up` does with at most so many tokens."""
-
-    @property
-    def waiting(self) -> Sequence[Any]: ...
-
-    def catch_up(self, most: float) -> float: ...
-
-
-class IndexedDrafter(Drafter):
-    """A drafter that puts text into indexes when it looks something up there, unless the caller left it to wait."""
-
-    _has_backlog = False
-
-    @abstractmethod
-    def _in_use(self) -> Iterable[TextIndex]:
-        """The indexes of open requests."""
-
-    def propose(self, key: Key, depth: int) -> Draft:
-        return self.propose_all([(key, depth)])[0]
-
-    def catch_up(self, most: int | None = None) -> bool:
-        room = math.inf if most is None else most
-        self._has_backlog = False
-        for index in self._in_use():
-            if index.waiting:
-                if room > 0:
-                    room -= index.catch_up(room)
-                if index.waiting:
-                    self._has_backlog = True
-                    break
-        return not self._has_backlog
 
 
 class TextDrafter(Drafter):

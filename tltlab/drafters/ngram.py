@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from array import array
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, get_args
+
+import numpy as np
 
 from tltlab.errors import ConfigError
 
-from .base import Draft, IndexedDrafter, Key
+from .base import Draft, Drafter, Key
 from .suffix import LOW
 
-Gram = tuple[int, ...]
 Scope = Literal["group", "request"]
 
-# Measured on text of 16,000 tokens and on shipped traces: a tuple and its place, a dictionary of counts.
-BYTES_PER_GRAM, BYTES_PER_COUNTS = 110, 240
-BYTES_PER_WAITING = 8
+BYTES_PER_ENTRY = 48
+"""About, of the 24 of an entry: tables are three eighths to three quarters full."""
 
 
-class NgramDrafter(IndexedDrafter):
+class NgramDrafter(Drafter):
     """Drafts what most often followed the longest known n-gram that ends at the request's last token.
 
     The simplest form of TLT-Base's drafter (arXiv 2511.16665, section 5: a retrieval store per prompt, filled by all
@@ -29,11 +30,11 @@ class NgramDrafter(IndexedDrafter):
     only itself. Prompt tokens are context and are indexed too, once per group and prompt. The draft's `expected` sums,
     over its tokens, the product of their shares among all continuations of their matches.
 
-    Time: a token inserted costs max_match - min_match + 1 dictionary updates, a token proposed at most as many
-    look-ups. Text is inserted when its group is next proposed for: what never is costs nothing. Memory: about 0.5 kB
-    per token of new text at the default match lengths; the group's is freed by `begin` of a later RL step, the
-    request's, with that scope, by `close`. Groups in which nothing runs are freed before, the oldest first, where all
-    take more than `history_mib` MiB; None is no bound.
+    Time: a token inserted costs max_match - min_match + 1 updates of a table, a token proposed at most as many
+    look-ups, in compiled loops over a whole batch (`grams`); they are compiled once on a machine, within seconds.
+    Text is inserted at the next look-up. Memory: about 0.25 kB per token of new text at the default match lengths; the
+    group's is freed by `begin` of a later RL step, the request's, with that scope, by `close`. Groups in which nothing
+    runs are freed before, the oldest first, where all take more than `history_mib` MiB; None is no bound.
 
     >>> drafter = NgramDrafter()
     >>> drafter.open((0, "p", 0, 0), [1, 2, 3])
@@ -43,8 +44,6 @@ class NgramDrafter(IndexedDrafter):
     >>> drafter.propose((0, "p", 1, 0), depth=2)
     Draft(tokens=[8, 9], expected=2.0)
     """
-
-    piece_tokens = 1024
 
     def __init__(
         self, min_match: int = 2, max_match: int = 5, scope: Scope = "group", history_mib: float | None = 256.0
@@ -60,166 +59,117 @@ class NgramDrafter(IndexedDrafter):
         self.scope = scope
         self.history_mib = history_mib
         self._most_bytes = math.inf if history_mib is None else history_mib * 2**20
-        self._bytes_per_token = (max_match - min_match + 1) * (BYTES_PER_GRAM + BYTES_PER_COUNTS) + BYTES_PER_WAITING
         self.forget()
 
     def forget(self) -> None:
-        self._stores: dict[tuple[int, str] | Key, _Store] = {}
-        self._running: dict[Key, _NgramRequest] = {}
+        self._running: dict[Key, int] = {}
+        # The row of a group's first request is its number; prompts count once in a group.
+        self._groups: dict[tuple[int, str] | Key, tuple[int, set[tuple[int, ...]]]] = {}
+        # By row.
+        self._num_rows, self._group_of, self._sizes = 0, np.zeros(16, np.int64), np.zeros(16, np.int64)
+        self._tails = np.full((16, self.max_match), -1)
+        self._tables: Any = None
         self._has_backlog = False
-        # A lower bound of the free budget: an exact count takes time that grows with the groups.
-        self._free_bytes = self._most_bytes
+        self._clear()
+
+    def _clear(self) -> None:
+        # Waiting text and its pieces, as `grams.add` has them.
+        self._tokens, self._rows, self._ends, self._at, self._piece = array("q"), array("q"), array("q"), 0, 0
 
     def begin(self, rl_step: int) -> None:
         """Drop the groups of earlier RL steps, except those in which a request is still open."""
         used = {self._name(key) for key in self._running}
-        self._stores = {name: store for name, store in self._stores.items() if name[0] >= rl_step or name in used}
+        for name in [name for name in self._groups if name[0] < rl_step and name not in used]:
+            self._drop(name)
+        if not self._groups:
+            self.forget()
+        # Loads what is compiled.
+        self.propose_all([])
 
     def open(self, key: Key, tokens: Sequence[int]) -> None:
         assert key not in self._running, f"request {key!r} is open already"
-        store = self._stores.setdefault(self._name(key), _Store(self.min_match, self.max_match))
-        self._running[key] = _NgramRequest(store)
-        self.extend(key, tokens)
+        row, prompt = self._num_rows, tuple(tokens)
+        if row == len(self._group_of):
+            self._group_of, self._sizes = np.resize(self._group_of, 2 * row), np.resize(self._sizes, 2 * row)
+            self._tails = np.resize(self._tails, (2 * row, self.max_match))
+        self._num_rows += 1
+        self._running[key] = row
+        group, prompts = self._groups.setdefault(self._name(key), (row, set()))
+        self._group_of[row], self._sizes[row], self._tails[row] = group, 0, -1
+        self._push(~row if prompt in prompts else row, prompt)
+        prompts.add(prompt)
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
-        request, num_tokens = self._running[key], len(tokens)
-        store = request.store
-        store.waiting.append((request, tuple(tokens)))
-        request.num_waiting += num_tokens
-        store.num_waiting += num_tokens
-        self._free_bytes -= num_tokens * self._bytes_per_token
+        self._push(self._running[key], tokens)
+
+    def _push(self, row: int, tokens: Sequence[int]) -> None:
+        self._tokens.extend(tokens)
+        self._rows.append(row)
+        self._ends.append(len(self._tokens))
+
+    def catch_up(self, most: int | None = None) -> bool:
+        from . import grams  # here, as it imports a compiler
+
+        if self._tables is None:
+            self._tables = grams.new_tables()
+        waiting = len(self._tokens) - self._at
+        num = waiting if most is None else min(waiting, most)
+        pieces = map(np.asarray, (self._tokens, self._rows, self._ends))
+        self._piece = grams.add(
+            *pieces, self._at, num, self._piece, self._group_of, self._tails, self._sizes, self.min_match, self._tables
+        )
+        self._at += num
+        if num == waiting:
+            self._clear()
+        self._has_backlog = num < waiting
+        return num == waiting
+
+    def propose(self, key: Key, depth: int) -> Draft:
+        return self.propose_all([(key, depth)])[0]
 
     def propose_all(self, queries: Sequence[tuple[Key, int]]) -> list[Draft]:
-        drafts = []
-        for key, depth in queries:
-            request = self._running[key]
-            store = request.store
-            if store.waiting and not self._has_backlog:
-                store.catch_up()
-            # The request's last tokens are unknown while some of its text waits.
-            drafts.append(Draft([], 0.0) if request.num_waiting else store.propose(request.tail or (), depth))
-        return drafts
+        from . import grams
 
-    def _in_use(self) -> Iterable[_Store]:
-        return (request.store for request in self._running.values())
+        # The last tokens of a request are unknown while some of its text waits.
+        if not self._has_backlog:
+            self.catch_up()
+        rows = np.array([self._running[key] for key, _ in queries], np.int64)
+        depths = np.array([depth for _, depth in queries], np.int64)
+        if self._has_backlog:
+            late = np.array(self._rows[np.searchsorted(self._ends, self._at, side="right") :])
+            depths[np.isin(rows, np.maximum(late, ~late))] = 0
+        drafted = np.zeros((len(rows), depths.max(initial=0)), np.int64)
+        counts, expected = np.zeros(len(rows), np.int64), np.zeros(len(rows))
+        grams.propose(
+            rows, depths, drafted, counts, expected, self._group_of, self._tails, self.min_match, self._tables
+        )
+        tokens = [tokens[:num] for tokens, num in zip(drafted.tolist(), counts.tolist(), strict=True)]
+        return list(map(partial(tuple.__new__, Draft), zip(tokens, expected.tolist(), strict=True)))
 
     def close(self, key: Key) -> None:
         del self._running[key]
         if self.scope == "request":
-            del self._stores[key]
-        elif self._free_bytes < 0:
-            self._keep_budget()
-
-    def _keep_budget(self) -> None:
-        """Drop groups in which nothing runs, the oldest first, until there is some room in the budget."""
-        total = self.memory_bytes
-        if total > self._most_bytes:
+            self._drop(key)
+        elif self.memory_bytes > self._most_bytes:
+            # Groups in which nothing runs go, the oldest first, until there is some room.
             used = {self._name(key) for key in self._running}
-            for name in [name for name in self._stores if name not in used]:
-                total -= self._stores.pop(name).memory_bytes
-                if total <= LOW * self._most_bytes:
+            for name in [name for name in self._groups if name not in used]:
+                self._drop(name)
+                if self.memory_bytes <= LOW * self._most_bytes:
                     break
-        self._free_bytes = self._most_bytes - total
+
+    def _drop(self, name: tuple[int, str] | Key) -> None:
+        group, _ = self._groups.pop(name)
+        self._sizes[group] = -1
+        if self._tables is not None:
+            from . import grams
+
+            grams.drop(self._tables, group)
 
     @property
     def memory_bytes(self) -> int:
         """About; from the number of entries."""
-        return sum(store.memory_bytes for store in self._stores.values())
+        return BYTES_PER_ENTRY * int(self._sizes[: self._num_rows].clip(0).sum()) + 8 * len(self._tokens)
 
     def _name(self, key: Key) -> tuple[int, str] | Key:
         return key[:2] if self.scope == "group" else key
-
-
-@dataclass(slots=True, eq=False)
-class _NgramRequest:
-    """An open request: `tail` are its last tokens in the store, None before its prompt is in; the others wait."""
-
-    store: _Store
-    tail: Gram | None = None
-    num_waiting: int = 0
-
-
-class _Store:
-    """Tokens that followed each n-gram. `best` has the winner for each; `counts` only n-grams that occurred twice.
-
-    Text is `waiting` until it is looked up, in the order it came.
-    """
-
-    def __init__(self, min_match: int, max_match: int) -> None:
-        self.min_match = min_match
-        self.max_match = max_match
-        self.best: dict[Gram, int] = {}
-        self.counts: dict[Gram, dict[int, int]] = {}
-        self.prompts: dict[Gram, Gram] = {}
-        self.waiting: list[tuple[_NgramRequest, Gram]] = []
-        self.num_waiting = 0
-
-    def catch_up(self, most: float = math.inf) -> float:
-        """Put in what waits, at most so many tokens, but prompts whole; how many it were."""
-        waiting, self.waiting, before, room = self.waiting, [], self.num_waiting, most
-        for place, (request, tokens) in enumerate(waiting):
-            if request.tail is not None and len(tokens) > room:
-                self.waiting.append((request, tokens[int(room) :]))
-                tokens = tokens[: int(room)]
-            request.tail = self.add_prompt(tokens) if request.tail is None else self.add(request.tail, tokens)
-            request.num_waiting -= len(tokens)
-            room -= len(tokens)
-            if room <= 0:
-                self.waiting += waiting[place + 1 :]
-                break
-        self.num_waiting = sum(len(tokens) for _, tokens in self.waiting)
-        return before - self.num_waiting
-
-    @property
-    def memory_bytes(self) -> int:
-        grams, counts = BYTES_PER_GRAM * len(self.best), BYTES_PER_COUNTS * len(self.counts)
-        return grams + counts + BYTES_PER_WAITING * self.num_waiting
-
-    def add_prompt(self, tokens: Gram) -> Gram:
-        """Index a prompt unless it is known; its tail."""
-        if tokens not in self.prompts:
-            self.prompts[tokens] = self.add((), tokens)
-        return self.prompts[tokens]
-
-    def add(self, tail: Gram, tokens: Iterable[int]) -> Gram:
-        """Index `tokens` as they follow `tail`; the new tail, the last max_match tokens."""
-        best, counts, min_match, max_match = self.best, self.counts, self.min_match, self.max_match
-        for token in tokens:
-            gram = tail
-            # From the longest match down: dropping the first token is the next shorter one.
-            while len(gram) >= min_match:
-                winner = best.get(gram)
-                if winner is None:
-                    best[gram] = token
-                else:
-                    count = counts.get(gram)
-                    if count is None:
-                        count = counts[gram] = {winner: 1}
-                    occurrences = count[token] = count.get(token, 0) + 1
-                    if token != winner and occurrences >= count[winner]:
-                        best[gram] = token
-                gram = gram[1:]
-            tail = (*tail, token) if len(tail) < max_match else (*tail[1:], token)
-        return tail
-
-    def propose(self, tail: Gram, depth: int) -> Draft:
-        best, counts, min_match, max_match = self.best, self.counts, self.min_match, self.max_match
-        draft: list[int] = []
-        expected, share = 0.0, 1.0
-        while len(draft) < depth:
-            gram = tail
-            token = None
-            while len(gram) >= min_match:
-                token = best.get(gram)
-                if token is not None:
-                    break
-                gram = gram[1:]
-            if token is None:
-                break
-            draft.append(token)
-            count = counts.get(gram)
-            if count is not None and len(count) > 1:
-                share *= count[token] / sum(count.values())
-            expected += share
-            tail = (*tail, token) if len(tail) < max_match else (*tail[1:], token)
-        return Draft(draft, expected)

@@ -15,7 +15,7 @@ import numpy as np
 from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError
 
-from .base import Draft, IndexedDrafter, Key
+from .base import Draft, Drafter, Key
 
 TEXT_BYTES = 1024
 """Bytes of a text apart from its tokens: names, places in dictionaries."""
@@ -237,7 +237,7 @@ def load_index() -> Any:
         raise ConfigError("the suffix drafter needs: pip install 'tltlab[suffix]'") from error
 
 
-class SuffixDrafter(IndexedDrafter):
+class SuffixDrafter(Drafter):
     """Drafts along the most frequent continuation of what the request's last tokens match in its trees.
 
     The trees are those of SuffixDecoding (arXiv 2411.04975; package arctic-inference). For every match of `min_match`
@@ -384,8 +384,20 @@ class SuffixDrafter(IndexedDrafter):
             drafts.append(Draft([], 0.0) if best is None else Draft(best.token_ids, most))
         return drafts
 
-    def _in_use(self) -> Iterable[TextTree]:
-        return self._used.values()
+    def propose(self, key: Key, depth: int) -> Draft:
+        return self.propose_all([(key, depth)])[0]
+
+    def catch_up(self, most: int | None = None) -> bool:
+        room = math.inf if most is None else most
+        self._has_backlog = False
+        for tree in self._used.values():
+            if tree.waiting:
+                if room > 0:
+                    room -= tree.catch_up(room)
+                if tree.waiting:
+                    self._has_backlog = True
+                    break
+        return not self._has_backlog
 
     def observe(self, key: Key, num_drafted: int, num_accepted: int) -> None:
         request = self._running.get(key)

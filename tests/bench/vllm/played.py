@@ -30,6 +30,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tltlab.drafters import grams
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.tracker import Stopwatch
@@ -367,19 +368,16 @@ class PlayedEngine:
             return
         drafters = [fed.drafter for fed in self.control.drafters._drafter_feeds.values()]
         trees = [tree for drafter in drafters for tree in getattr(drafter, "_trees", {}).values() if tree.index]
-        stores = [store for drafter in drafters for store in getattr(drafter, "_stores", {}).values()]
         for tree in trees:
             tree.index = _TimedIndex(tree.index, {"speculate": seconds["lookup"], "extend": seconds["insert"]})
-        for store in stores:
-            for name, part in (("propose", "lookup"), ("add", "insert")):
-                setattr(store, name, _timed_call(getattr(store, name), seconds[part]))
+        loops = grams.propose, grams.add
+        grams.propose, grams.add = map(_timed_call, loops, (seconds["lookup"], seconds["insert"]))
         yield index_us
         index_us.update({part: total * 1e6 for part, (total,) in seconds.items()})
         for tree in trees:
             if tree.index is not None:
                 tree.index = tree.index._index
-        for store in stores:
-            del store.propose, store.add
+        grams.propose, grams.add = loops
 
 
 def _own_us(row: dict[str, Any]) -> float:

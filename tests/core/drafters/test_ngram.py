@@ -59,7 +59,7 @@ def test_groups_without_requests_leave_over_a_bound():
 
 def slow_propose(texts, context, min_match, max_match, depth):
     """The definition, by brute force over all texts (in order of time)."""
-    draft = []
+    draft, share, expected = [], 1.0, 0.0
     while len(draft) < depth:
         tail, best = [*context, *draft], None
         for n in range(min(max_match, len(tail)), min_match - 1, -1):
@@ -74,21 +74,28 @@ def slow_propose(texts, context, min_match, max_match, depth):
         if best is None:
             break
         draft.append(best)
-    return draft
+        share *= count[best] / count.total()
+        expected += share
+    return Draft(draft, pytest.approx(expected))
 
 
 TEXT = st.lists(st.integers(0, 3), max_size=40)
 
 
 @given(
-    st.lists(TEXT, min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 3), st.integers(0, 8), st.integers(1, 40)
+    st.lists(TEXT, min_size=1, max_size=5), st.integers(1, 3), st.integers(0, 3), st.integers(0, 8), st.integers(1, 40)
 )
 def test_it_agrees_with_a_search_through_all_text(texts, min_match, more, depth, piece):
     drafter = NgramDrafter(min_match, min_match + more)
-    for sample, text in enumerate(texts):
-        drafter.open((0, "p", sample, 0), [])
+    # An earlier RL step, of which one group still runs.
+    for prompt_id in "xy":
+        told(drafter, (0, prompt_id, 0, 0), [0, 1, 2, 3] * 8)
+    drafter.close((0, "x", 0, 0))
+    drafter.begin(1)
+    keys = [(1, f"p{sample % 2}", sample, 0) for sample in range(len(texts))]
+    for key, text in zip(keys, texts, strict=True):
+        drafter.open(key, [])
         for at in range(0, len(text), piece):
-            drafter.extend((0, "p", sample, 0), text[at : at + piece])
-    for sample, text in enumerate(texts):
-        draft = drafter.propose((0, "p", sample, 0), depth)
-        assert draft.tokens == slow_propose(texts, text, min_match, min_match + more, depth)
+            drafter.extend(key, text[at : at + piece])
+    for n, draft in enumerate(drafter.propose_all([(key, depth) for key in keys])):
+        assert draft == slow_propose(texts[n % 2 :: 2], texts[n], min_match, min_match + more, depth)
