@@ -203,7 +203,7 @@ def test_trainers_that_die_at_their_start_start_again(tmp_path):
 
 @pytest.mark.parametrize("transport", ["ipc", "host"])
 def test_engines_wake_once_trainers_have_released_their_device(tmp_path, transport):
-    actors = RunActors(small_recipe(), PLAIN, NullDrafting(), RunEvents(tmp_path / "events.jsonl"))
+    actors = RunActors(small_recipe(), PLAIN, Drafting(), RunEvents(tmp_path / "events.jsonl"))
     actors._colocated, actors._transport = True, transport
     calls = Mock(**{"pool.all_alive": True})
     actors.pool, actors.trainers = calls.pool, calls.trainers
