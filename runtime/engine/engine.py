@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import pickle
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, cast
 
 import numpy as np
@@ -90,6 +91,7 @@ class Engine:
         traits = self._pool.registry
         self._death = ""
         self._canary_stops = False
+        self.under_way: UnderWay | None = None
         self.llm, takes_drafts = adapter.start(
             model,
             attachment=attachment.model_dump(mode="json"),
@@ -205,7 +207,7 @@ class Engine:
         settings = [adapter.sampling_params(request, defaults) for request in requests]
         before = self.control.seconds
         self.control.begin(rl_step)
-        rollout = _UnderWay(self, rl_step, defaults)
+        rollout = self.under_way = UnderWay(self, rl_step, defaults)
         failure: Exception | None = None
         tables: tuple[Any, Any] = (None, None)
         try:
@@ -224,12 +226,14 @@ class Engine:
             if failed := self.control.failure:
                 raise PolicyFailed(f"worker {self.worker}: {failed}")
         except (DrafterCollapsed, PolicyFailed):
-            adapter.abort_all(self.llm)
+            adapter.abort(self.llm)
             raise
         except ConfigError:
             raise
         except Exception as error:  # an engine may fail in any way; complete responses are handed over
             failure = error
+        finally:
+            self.under_way = None
         duration_s = rollout.now_s()
         rollout.raise_losses(failure)
         inside_s, deciding_s, drafting_s = np.subtract(self.control.seconds, before).tolist()
@@ -282,7 +286,7 @@ class Engine:
             raise EngineDied(str(error), [], [r.key for r in requests]) from None
         self._check_canary()
         if self.llm.llm_engine.has_unfinished_requests():
-            adapter.abort_all(self.llm)
+            adapter.abort(self.llm)
 
     def remember(self, responses: Iterable[ResponseTokens]) -> None:
         """Add responses generated elsewhere or earlier to the drafters in use: (key, prompt ids, response ids) each."""
@@ -426,7 +430,7 @@ class _Asked:
     finish_s: float = 0.0
 
 
-class _UnderWay:
+class UnderWay:
     """The requests of a rollout by name, and the keys of those that have `ended`, in that order."""
 
     def __init__(self, engine: Engine, rl_step: int, defaults: Mapping[str, float]) -> None:
@@ -434,6 +438,7 @@ class _UnderWay:
         self.ended: list[Key] = []
         self._engine, self._rl_step, self._defaults = engine, rl_step, defaults
         self._start = time.perf_counter()
+        self._numbers = count()
 
     def now_s(self) -> float:
         """Seconds since the rollout began."""
@@ -441,7 +446,7 @@ class _UnderWay:
 
     def ask(self, request: GenerationRequest, params: Any, turn: FollowUp | None = None) -> None:
         """Hand a request to vLLM."""
-        name = f"{self._rl_step}.{len(self.asked)}"
+        name = f"{self._rl_step}.{next(self._numbers)}"
         asked = self.asked[name] = _Asked(request, turn)
         adapter.add_request(self._engine.llm, name, request, params, self._engine.weights.adapter)
         asked.live = self._engine.control.by_key.get(request.key)
@@ -469,8 +474,22 @@ class _UnderWay:
     def stop(self) -> None:
         """Abort the requests that still run, and keep what they have."""
         stop_s = self.now_s()
-        for name, output in adapter.abort_all(self._engine.llm).items():
+        for name, output in adapter.abort(self._engine.llm).items():
             self.asked[name].output, self.asked[name].finish_s = output, stop_s
+
+    def cut(self, keys: Collection[Key]) -> list[GenerationResponse]:
+        """Take those of `keys` that still run out of the rollout; return what they have, with finish_reason "abort"."""
+        names = {name for name, asked in self.asked.items() if asked.request.key in keys}
+        outputs, now_s = adapter.abort(self._engine.llm, names), self.now_s()
+        cut = [replace(self.asked.pop(name), output=output, finish_s=now_s) for name, output in outputs.items()]
+        return [self._response(asked) for asked in cut]
+
+    def progress(self) -> tuple[dict[Key, int], dict[Key, int]]:
+        """Return the tokens by key of the requests that have ended, and of those that run."""
+        found: tuple[dict[Key, int], dict[Key, int]] = {}, {}
+        for asked in self.asked.values():
+            found[asked.output is None][asked.request.key] = len(asked.live.output) if asked.live else 0
+        return found
 
     @property
     def responses(self) -> list[GenerationResponse]:

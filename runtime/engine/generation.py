@@ -97,6 +97,10 @@ class Rollout:
     `recorder_s` were spent in the tracker, `policy_s` on choosing, sharing out and learning, `drafting_s` in drafters
     next to the scheduler (feeding and look-ups). `follow_ups` are the requests of later turns; their responses come
     after the others. `notes` are messages for the user.
+
+    Where a planner moves requests, `asked` are those that the responses answer, in place of those that the worker was
+    given. `moves` are the gathers of the rollout, (start, seconds, requests) each; `lent` are iterations of engines of
+    another shape that ran on this worker's GPUs too.
     """
 
     responses: list[GenerationResponse]
@@ -108,6 +112,9 @@ class Rollout:
     drafting_s: float = 0.0
     follow_ups: list[GenerationRequest] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    asked: list[GenerationRequest] | None = None
+    moves: tuple[tuple[float, float, int], ...] = ()
+    lent: list[Any] = field(default_factory=list)
 
 
 class EngineDied(RunError):

@@ -10,6 +10,7 @@ from tltlab.config import counted
 from tltlab.drafters.specs import LearnedSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError, InputError, did_you_mean, refuse
 from tltlab.files import found_in
+from tltlab.hardware import per_gpu_heads
 from tltlab.policies.policy import Policy
 from tltlab.runtime.data.prompts import first_row, num_rows
 from tltlab.runtime.engine.drafter_pool import DrafterPool
@@ -19,6 +20,7 @@ from tltlab.traces.trace import read
 
 from .engines import drafters_of, engine_context, engines_of, shape_of
 from .gpus import bundles_of
+from .planner import costs_of_shapes, shapes_of
 from .recipe import Recipe
 from .rules import exact_replay, undivided_heads
 
@@ -112,6 +114,14 @@ def sequence_parallel(recipe: Recipe) -> Iterator[str]:
             # A model that is not here, or not dense, is checked when the trainer loads it.
             return
         yield from undivided_heads(size, recipe.model, shape.heads, shape.kv_heads)
+
+
+def planner(recipe: Recipe) -> None:
+    """Raise ConfigError for a planner that cannot be loaded, unknown costs, and heads that an engine cannot share."""
+    recipe.read_planner()
+    costs_of_shapes(recipe)
+    for shape in shapes_of(recipe)[1:]:
+        per_gpu_heads(shape_of(recipe.model), shape.gpus)
 
 
 def lora_targets(recipe: Recipe) -> None:
@@ -279,8 +289,8 @@ def check_reward(recipe: Recipe) -> Iterator[str]:
 
 
 RULES = (
-    RewardPool, policy, Recipe.read_placement, model, sequence_parallel, lora_targets, data, first_rows, enough_prompts,
-    context, cpu_engine, engine_dtype, learning_rate, objective, bundles_of, engines_of, own_advantage,
+    RewardPool, policy, Recipe.read_placement, planner, model, sequence_parallel, lora_targets, data, first_rows,
+    enough_prompts, context, cpu_engine, engine_dtype, learning_rate, objective, bundles_of, engines_of, own_advantage,
 )  # fmt: skip
 """Rules for a recipe on this machine."""
 

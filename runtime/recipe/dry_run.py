@@ -26,6 +26,7 @@ from tltlab.runtime.engine.graphs import plan_graphs
 
 from .engines import context_tokens, drafters_of, engine_build, requests_per_engine, shape_of, vllm_batch
 from .gpus import Bundles, bundles_of, places_of, weight_transport
+from .planner import engine_gpus
 from .recipe import Recipe, system_settings
 from .rules import notes_of
 from .sections import LoraConfig
@@ -217,7 +218,9 @@ def _engine(sizes: MemorySizes, table: MemoryPlan) -> None:
     add("KV cache", kv * shape.layers / layers, formula, generating)
     add("KV cache, drafter", sizes.learned * kv / layers, f"{formula}; one layer of {layers}", generating)
     formula = "weights and the drafter's, kept for it while it sleeps, pinned"
-    on_host("engine asleep", sizes.colocated * tp * (weights + head), formula)
+    on_host("engine asleep", (sizes.colocated or rollout.tail_shape is not None) * tp * (weights + head), formula)
+    if sizes.on_gpu and rollout.tail_shape is not None:
+        add("engine asleep", CONTEXT_BYTES + GRAPH_BYTES, "flat: context and graphs of an engine of the other shape")
 
     processes = 1 + tp if tp > 1 else 1
     on_host("rollout worker runtime", processes * RUNTIME_BYTES[WORKER], f"measured, x {processes} processes")
@@ -505,9 +508,11 @@ def plan_of(recipe: Recipe) -> RunPlan:
 def _on_first_node(recipe: Recipe, bundles: Bundles) -> Counter[str]:
     """Return the number of processes by kind on the driver's node, the first: ranks and workers fill nodes in order."""
     nodes = iter([node for node, _ in places_of(bundles, recipe.cluster.gpus_per_node)])
-    workers = [next(nodes) if gpus else 0 for gpus in bundles.workers]
+    engines = [next(nodes) if gpus else 0 for gpus in bundles.workers]
+    # Those of a tail shape have a process each too.
+    workers = engines * (len(engine_gpus(recipe)) // len(engines))
     if bundles.colocated:
-        ranks = [workers[bundles.worker_of_rank(rank)[0]] for rank in range(recipe.train.ranks)]
+        ranks = [engines[bundles.place_of(rank)[0]] for rank in range(recipe.train.ranks)]
     else:
         ranks = [next(nodes) if gpus else 0 for gpus in bundles.ranks]
     spots = workers.count(0) if recipe.drafter is not None else 0

@@ -1,11 +1,11 @@
 """GPUs of a recipe: one bundle per rollout worker, one per trainer rank, or shared ones."""
 
 from collections.abc import Iterator
-from itertools import chain
 from math import ceil
 from typing import Literal
 
 from tltlab.errors import refuse
+from tltlab.planning.rollout import Shape
 from tltlab.records import frozen
 
 from .recipe import Recipe
@@ -15,7 +15,8 @@ from .recipe import Recipe
 class Bundles:
     """GPUs, or shares of one, that stay on one node: `workers[n]` of rollout worker n, `ranks[r]` of trainer rank r.
 
-    Colocated rank r uses the r-th GPU of the workers' and has no bundle: `ranks` is then empty.
+    Colocated rank r uses the r-th GPU of the workers' and has no bundle: `ranks` is then empty. With a tail shape
+    `workers[n]` are of its engine n, and of the workers that share its GPUs.
     """
 
     workers: tuple[float, ...]
@@ -31,14 +32,13 @@ class Bundles:
     def num_gpus(self) -> float:
         return sum(self.all)
 
-    def worker_of_rank(self, rank: int) -> tuple[int, int]:
-        """Return the worker whose GPU a colocated rank shares, and the index of that GPU in the worker.
+    def place_of(self, gpu: int) -> tuple[int, int]:
+        """Return the bundle of the workers' GPU of this number, and its index there.
 
-        >>> Bundles(workers=(2.0, 2.0), ranks=(), colocated=True).worker_of_rank(3)
+        >>> Bundles(workers=(2.0, 2.0), ranks=(), colocated=True).place_of(3)
         (1, 1)
         """
-        places = chain.from_iterable(((n, gpu) for gpu in range(int(gpus))) for n, gpus in enumerate(self.workers))
-        return list(places)[rank]
+        return divmod(gpu, int(self.workers[0]))
 
 
 def bundles_of(recipe: Recipe) -> Bundles:
@@ -56,6 +56,9 @@ def bundles_of(recipe: Recipe) -> Bundles:
     refuse(_of_an_actor(recipe, per_worker, per_rank))
     colocated = cluster.placement == "colocated" and per_worker > 0
     workers = (per_worker,) * rollout.num_workers
+    if rollout.tail_shape is not None:
+        tail = Shape.of(rollout.tail_shape)
+        workers = (default * tail.gpus,) * tail.engines
     bundles = Bundles(workers=workers, ranks=() if colocated else (per_rank,) * train.ranks, colocated=colocated)
     refuse(_of_the_cluster(recipe, bundles))
     return bundles
@@ -108,8 +111,9 @@ def _of_the_cluster(recipe: Recipe, bundles: Bundles) -> Iterator[str]:
         return
     num_gpus = cluster.num_nodes * cluster.gpus_per_node
     size = f"{cluster.num_nodes} x {cluster.gpus_per_node} GPUs (cluster.num_nodes x cluster.gpus_per_node)"
-    if tp > cluster.gpus_per_node:
-        yield f"rollout.tensor_parallel_size = {tp} exceeds cluster.gpus_per_node = {cluster.gpus_per_node}"
+    if (most := max(bundles.workers)) > cluster.gpus_per_node:
+        name = "tensor_parallel_size" if recipe.rollout.tail_shape is None else "tail_shape"
+        yield f"rollout.{name}: {most:g} GPUs of an engine exceed cluster.gpus_per_node = {cluster.gpus_per_node}"
     elif bundles.colocated and bundles.num_gpus != num_gpus:
         yield f"{num_workers} workers x {tp} GPUs are {bundles.num_gpus:g}; colocated, they must fill {size}"
     elif bundles.num_gpus > num_gpus + 1e-9:

@@ -28,6 +28,8 @@ from tltlab.own import OwnPart, allowed_modules, code_allowed
 from tltlab.planning.composition import EarlierEpoch, Regrouped, Truncated
 from tltlab.planning.execution import EngineRun, engine_run
 from tltlab.planning.placement import Placement, load_placement
+from tltlab.planning.planners import load_planner
+from tltlab.planning.rollout import RolloutPlanner
 from tltlab.planning.systems import find_system
 from tltlab.policies.policy import SHIPPED, Policy, load_policy
 
@@ -237,6 +239,18 @@ class Recipe(Sections):
 
         with found_in(self.code):
             return load_placement(self.rollout.placement, costs=costs)
+
+    def read_planner(self) -> RolloutPlanner | None:
+        """Load the rollouts' planner, its module searched in `code` too; None without one.
+
+        ConfigError as `load_planner`, and for one that needs true lengths.
+        """
+        with found_in(self.code):
+            planner = load_planner(self.rollout.planner)
+        if planner is not None and planner.needs:
+            needs = ", ".join(sorted(planner.needs))
+            raise ConfigError(f"rollout.planner = {self.rollout.planner!r} needs {needs}, which only a simulator has")
+        return planner
 
     @model_validator(mode="after")
     def _check_rules(self) -> Recipe:

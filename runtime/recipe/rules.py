@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from math import gcd
 
 from tltlab.config import counted
-from tltlab.errors import did_you_mean
+from tltlab.errors import ConfigError, did_you_mean
+from tltlab.planning.rollout import Shape
 
 from .sections import ALGORITHMS, Sections
 
@@ -181,6 +182,7 @@ def modes(recipe: Sections) -> Iterator[str]:
         "rollout.one_step_off": rollout.one_step_off,
         "rollout.staleness": rollout.staleness > 0,
         "rollout.environment": rollout.environment is not None,
+        "rollout.planner": rollout.planner is not None,
         "rollout.repeat_every": rollout.repeat_every > 0,
         f"rollout.placement = {rollout.placement!r}": rollout.placement != "contiguous",
         "rollout.vllm.async_scheduling": bool(rollout.vllm.get("async_scheduling")),
@@ -211,6 +213,12 @@ _AHEAD = ("rollout.one_step_off", "rollout.staleness")
 _APART = (
     (_CUTS, ("rollout.reuse", "rollout.repeat_every", "train.sampling_rounds"), "there are no whole rollouts"),
     (("rollout.environment",), ("rollout.partial", "rollout.reuse", "rollout.staleness"), "turns cannot be cut"),
+    (
+        ("rollout.planner",),
+        (*_CUTS, "rollout.one_step_off", "rollout.repeat_every"),
+        "it moves requests as time passes",
+    ),
+    (("rollout.planner",), ("rollout.environment", "[drafter]"), "engines without requests may get some again"),
     (("rollout.reuse",), ("train.sampling_rounds",), "choose one"),
     (("rollout.reuse",), ("rollout.stop",), "a prefix that is reused is not searched for stop strings"),
     (("rollout.placement",), _CUTS, "only whole rollouts can be placed"),
@@ -223,6 +231,25 @@ _APART = (
     (("train.lora",), ("cluster.weights",), "adapters go by the host"),
 )
 """Settings of the first kind exclude those of the second; the reason."""
+
+
+def tail_shape(recipe: Sections) -> Iterator[str]:
+    """Engines of another shape that do not take the GPUs of whole others, and costs of other shapes."""
+    rollout = recipe.rollout
+    if len(rollout.planner_costs) not in (0, 1 + (rollout.tail_shape is not None)):
+        yield "rollout.planner_costs: those of the engines, and of rollout.tail_shape where it is set"
+    if rollout.tail_shape is None:
+        return
+    base = Shape(engines=rollout.num_workers, gpus=rollout.tensor_parallel_size)
+    try:
+        tail = Shape.of(rollout.tail_shape)
+        base.check_same_gpus(tail)
+        if tail.gpus <= base.gpus:
+            raise ConfigError(f"{tail} must have fewer engines of more GPUs than {base}")
+    except ConfigError as error:
+        yield f"rollout.tail_shape: {error}"
+    if rollout.gpus_per_worker is not None or rollout.planner is None:
+        yield "rollout.tail_shape needs rollout.planner, and engines of whole GPUs without rollout.gpus_per_worker"
 
 
 def uneven_minibatches(recipe: Sections) -> Iterator[str]:
@@ -250,7 +277,16 @@ def uncorrected_sampling(recipe: Sections) -> Iterator[str]:
         yield f"{cut} with train.correction = 'none': updates take tokens for draws from the whole distribution"
 
 
-NOTES = (uneven_minibatches, uncorrected_sampling, long_warmup)
+def planner_costs(recipe: Sections) -> Iterator[str]:
+    """Say by which costs a planner reckons."""
+    rollout, cluster = recipe.rollout, recipe.cluster
+    if rollout.planner is not None:
+        default = f"a profile of {cluster.gpu}" if cluster.gpus_per_node else "cpu-small, whatever the shape"
+        costs = ", ".join(rollout.planner_costs) or default
+        yield f"rollout.planner reckons with plain decoding at these costs (rollout.planner_costs): {costs}"
+
+
+NOTES = (uneven_minibatches, uncorrected_sampling, long_warmup, planner_costs)
 """Notes in a dry run and in a run's log on settings that are allowed."""
 
 
@@ -264,6 +300,8 @@ def exact_replay(recipe: Sections) -> Iterator[str]:
     environment = recipe.rollout.environment
     if environment is not None and environment.processes:
         yield "decisions are replayed exactly only where tools answer at once: set rollout.environment.processes = 0"
+    if recipe.rollout.planner is not None:
+        yield "decisions are replayed exactly only without rollout.planner, which moves requests as time passes"
     if recipe.drafter is not None or recipe.train.sampling_rounds > 1:
         yield "decisions are replayed exactly only without [drafter] and with train.sampling_rounds = 1"
 
@@ -285,6 +323,6 @@ def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterato
 
 RULES = (
     biased_sampling, drafting, overlong_responses, reward_terms, advantage, losses, schedules, evaluations, modes,
-    sequence_parallel,
+    sequence_parallel, tail_shape,
 )  # fmt: skip
 """Rules for a whole recipe, whose fields are each valid by themselves."""

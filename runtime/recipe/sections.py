@@ -167,6 +167,13 @@ class RolloutConfig(FiniteModel):
     rank_groups (RhymeRL) or two_pools (StreamRL), or a class, `package.module:Class`, which receives the lengths of
     earlier RL steps (`tltlab.planning.placement`); the simulator's clairvoyant ones cannot run here.
 
+    With a `planner`, gather, rebalance or `module:Class` (`tltlab.planning.rollout`), requests move between engines
+    during a rollout; without one none does. A request continues in the random state of the engine that it comes to.
+    Engines of the `tail_shape` too, such as 2x4 (engines x GPUs of each), are on the same GPUs, asleep, for planners to
+    gather requests onto; they get new weights when they wake. On CPUs sleep frees no memory. Planners reckon with plain
+    decoding at `planner_costs`, two presets or files of `tltlab calibrate`: of these engines and of the tail shape's.
+    By default they are a profile of `cluster.gpu`, on CPUs cpu-small for both.
+
     Tokens are drawn at `temperature` from the `top_k` likeliest (0: from all), the least set of them that has `top_p`
     of the mass, and those of at least `min_p` times the likeliest one's; responses end at `max_response_tokens`.
     `policy` is a policy's name, drafts such as ngram:4, or a file; engines make room for drafts of up to
@@ -218,6 +225,9 @@ class RolloutConfig(FiniteModel):
     partial: PartialConfig | None = None
     reuse: ReuseConfig | None = None
     environment: EnvironmentConfig | None = None
+    planner: str | None = None
+    tail_shape: str | None = None
+    planner_costs: tuple[str, ...] = ()
     one_step_off: bool = False
     staleness: NonNegativeInt = 0
     stale: Literal["hold", "drop"] = "hold"

@@ -68,7 +68,7 @@ def code_of(recipe: Sections) -> Iterator[str]:
     """Modules that do not come with tltlab, and arguments of vLLM, by which training imports code."""
     rollout = recipe.rollout
     rewards = [term.path for term in recipe.reward_terms]
-    own = paths_in(f"{rollout.policy} {rollout.placement}")
+    own = paths_in(f"{rollout.policy} {rollout.placement} {rollout.planner}")
     for path in (*rewards, recipe.train.advantage or "", recipe.train.objective, *own):
         yield from _foreign(path)
     yield from rollout.allow_code

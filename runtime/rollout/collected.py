@@ -70,7 +70,7 @@ class Trajectory:
 
     def extended(self, response: GenerationResponse, version: int, max_response_tokens: int) -> Trajectory:
         """Return the trajectory with the tokens of `response`, drawn by `version` where the response has none."""
-        token_ids = _after(self.token_ids, response.token_ids)
+        token_ids = after(self.token_ids, response.token_ids)
         reason: str | None = response.finish_reason
         if reason == "abort":
             reason = "length" if len(token_ids) == max_response_tokens else None
@@ -80,7 +80,7 @@ class Trajectory:
         return replace(
             self,
             token_ids=token_ids,
-            logprobs=_after(self.logprobs, response.logprobs),
+            logprobs=after(self.logprobs, response.logprobs),
             token_versions=versions,
             finish_reason=reason,
             from_tool=self.from_tool + array("b", bytes(len(response.token_ids))) if self.from_tool else self.from_tool,
@@ -91,7 +91,7 @@ class Trajectory:
         from_tool = self.from_tool or array("b", bytes(len(self.token_ids)))
         return replace(
             self,
-            token_ids=_after(self.token_ids, token_ids),
+            token_ids=after(self.token_ids, token_ids),
             logprobs=self.logprobs + array("f", bytes(4 * len(token_ids))),
             token_versions=self.token_versions + array("i", [version]) * len(token_ids),
             from_tool=from_tool + array("b", [1]) * len(token_ids),
@@ -169,7 +169,7 @@ class Rounds:
         ]
         if self.num_rounds:
             self.requests = [before + new for before, new in zip(self.requests, started, strict=True)]
-            self.parts = [_joined(part, new, start_s) for part, new in zip(self.parts, rollouts, strict=True)]
+            self.parts = [joined(part, new, start_s) for part, new in zip(self.parts, rollouts, strict=True)]
         else:
             self.requests, self.parts = started, rollouts
         self.num_rounds += 1
@@ -316,7 +316,7 @@ _CARRIED = {"pending": ("unfinished group", "rollout.partial"), "earlier": ("ear
 Number = TypeVar("Number", int, float)
 
 
-def _after(before: array[Number], new: Sequence[Number]) -> array[Number]:
+def after(before: array[Number], new: Sequence[Number]) -> array[Number]:
     """Concatenate two arrays; an empty first one shares the second, since neither is changed later."""
     after = new if isinstance(new, array) else array(before.typecode, new)
     return before + after if before else after
@@ -324,7 +324,10 @@ def _after(before: array[Number], new: Sequence[Number]) -> array[Number]:
 
 def all_requests(shares: Shares, parts: Sequence[Rollout]) -> Shares:
     """Return each worker's requests with those of later turns, in the order of its responses."""
-    return [[*share, *part.follow_ups] for share, part in zip(shares, parts, strict=True)]
+    return [
+        [*share, *part.follow_ups] if part.asked is None else part.asked
+        for share, part in zip(shares, parts, strict=True)
+    ]
 
 
 def turns_of(key: Key, responses: Mapping[Key, GenerationResponse]) -> Iterator[GenerationResponse]:
@@ -407,23 +410,26 @@ def _later(rows: pa.Table, column: str, by: float) -> pa.Table:
     return rows.set_column(at, field, pc.add(rows[column], pa.scalar(by, field.type)))
 
 
-def _joined(part: Rollout, new: Rollout, start_s: float) -> Rollout:
-    """Return a worker's rollout so far, joined with a round that began `start_s` seconds after the first."""
+def joined(part: Rollout, new: Rollout, start_s: float) -> Rollout:
+    """Return a worker's rollout so far, joined with one that began `start_s` seconds after the first."""
     ran = by_column("iterations", part.iterations)
     first = 1 + pc.max(ran["iteration"]).as_py() if len(ran) else 0
     new = delayed(new, start_s)
 
-    def joined(name: str, before: Rows, rows: Rows) -> pa.Table:
+    def rows_of(name: str, before: Rows, rows: Rows) -> pa.Table:
         return pa.concat_tables([by_column(name, before), _later(by_column(name, rows), "iteration", first)])
 
     return Rollout(
         responses=part.responses + [replace(r, t_submit=r.t_submit or start_s) for r in new.responses],
-        iterations=joined("iterations", part.iterations, new.iterations),
-        decisions=joined("decisions", part.decisions, new.decisions),
+        iterations=rows_of("iterations", part.iterations, new.iterations),
+        decisions=rows_of("decisions", part.decisions, new.decisions),
         duration_s=new.duration_s,
         recorder_s=part.recorder_s + new.recorder_s,
         policy_s=part.policy_s + new.policy_s,
         drafting_s=part.drafting_s + new.drafting_s,
+        asked=new.asked,
+        moves=(*part.moves, *((since_s + start_s, seconds, num) for since_s, seconds, num in new.moves)),
+        lent=[*part.lent, *(_later(rows, "t_start", start_s) for rows in new.lent)],
     )
 
 

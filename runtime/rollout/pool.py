@@ -33,7 +33,9 @@ from tltlab.config import counted
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DrafterSpec, SuffixSpec
 from tltlab.errors import ConfigError, RunError
+from tltlab.planning.beliefs import LengthBelief
 from tltlab.planning.placement import PLACEMENTS, PlacedRequest, Placement, placed
+from tltlab.planning.rollout_driver import PlanDriver
 from tltlab.policies.policy import Policy
 from tltlab.records import frozen
 from tltlab.runtime.engine.drafter_pool import DrafterPool
@@ -50,13 +52,15 @@ from tltlab.runtime.ray.actors import (
     succeeded,
 )
 from tltlab.runtime.recipe.engines import EngineBuild, start_timeout_s
+from tltlab.runtime.recipe.planner import costs_of_shapes, engine_gpus, shapes_of
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
 
 from .collected import delayed, load_ragged, save_ragged, turns_of
-from .worker import FreeRolloutWorker, RolloutWorker
+from .planned import PlannedRollout, PlannedRolloutWorker
+from .worker import FreeRolloutWorker, RolloutWorker, WorkerLost
 
 EVALUATION = 1 << 31
 """Takes the place of the RL step in an evaluation's seed: no RL step has this number."""
@@ -219,14 +223,6 @@ class RunHistory:
         return sorted(visits, key=lambda visit: visit.number)
 
 
-class WorkerLost(RunError):
-    """A worker's process or engine failed, with the reason and the last lines of the process's log."""
-
-    def __init__(self, why: str, log_tail: str = "") -> None:
-        super().__init__(f"{why}; last lines of its log: {log_tail}" if log_tail else why)
-        self.why = why
-
-
 @dataclass(slots=True, kw_only=True)
 class _PoolWorker:
     """State of one worker, and what a restarted one needs.
@@ -261,6 +257,9 @@ class WorkerPool:
     has its own random state, so a fixed strategy yields the same responses as without the failure. No worker starts
     while engines sleep; `wake_up` restarts a failed one.
 
+    With `rollout.tail_shape` there are engines of that shape too, numbered after the others. They sleep, on the same
+    GPUs, until a planner gathers requests onto them; then the others do.
+
     Raises RunError when a worker fails too often or does not start in time, and at once when all fail in the same way
     before one has started; ConfigError for settings that engines cannot run. A worker's TltlabError is raised as is.
     """
@@ -275,11 +274,20 @@ class WorkerPool:
         events: RunEvents,
         on_restart: Callable[[int], None],
     ) -> None:
-        num_workers = recipe.rollout.num_workers
+        self.costs, self._gpus = costs_of_shapes(recipe), engine_gpus(recipe)
+        self.base, *tail = shapes_of(recipe)
+        num_workers = len(self._gpus)
+        self.workers = range(self.base.engines)
+        self._tails = range(self.base.engines, num_workers)
+        self.shapes = {self.base: self.workers} | dict.fromkeys(tail, self._tails)
+        self._awake: Sequence[int] = self.workers
+        self._late: set[int] = set()  # engines of another shape without the newest weights
         self.recipe = recipe
         self.build = build
         self.history = RunHistory(build.drafters)
         self.placement = recipe.read_placement()
+        self.driver = PlanDriver(recipe.read_planner(), events.note)
+        self.belief = LengthBelief()  # for planners
         self.lengths: dict[str, list[int]] = {}  # of whole responses by prompt id, for placements that read them
         self.feed, self.options = feed, options
         self.events, self.on_restart = events, on_restart
@@ -291,26 +299,38 @@ class WorkerPool:
         self._seeds: list[list[int]] = [[] for _ in range(num_workers)]
         self._failures_before: list[int] = []  # per worker, at the start of the last rollout
         self._longest_call_s = 0.0
-        self._asleep = self._running = self._closed = False
+        self._running = self._closed = False
         self._waiting = Waiting()
 
     def start(self) -> None:
-        """Start all workers in parallel; failed ones are restarted after each has been tried once."""
+        """Start all workers in parallel, then those of another shape, and have these sleep.
+
+        Failed ones are restarted after each has been tried once.
+        """
+        self._start()
+        if self._tails:
+            # An engine measures free memory when it starts.
+            self.sleep()
+            self._awake = self._tails
+            self._start()
+            self._waiting.run(self.hand_over(self.workers))
+        self._running = True
+
+    def _start(self) -> None:
         losses = [lost for lost in self._ask_all(None, once=True) if lost is not None]
         # Numbers differ between workers. One alone may have been killed by chance, unless its engine gave a reason.
         reasons = {re.sub(r"\d+", "", lost.why) for lost in losses}
         systematic = len(losses) > 1 or (losses and isinstance(losses[0].__cause__, RayTaskError))
-        if systematic and len(losses) == len(self.handles) and len(reasons) == 1:
+        if systematic and len(losses) == len(self._awake) and len(reasons) == 1:
             raise RunError(f"no engine can start: each fails at its start with {losses[0]}") from losses[0]
         self._ask_all(None)
-        self._running = True
 
     def share(
         self, requests: Sequence[GenerationRequest], placement: Placement = PLACEMENTS["contiguous"]
     ) -> list[list[GenerationRequest]]:
         """Split requests over the workers; by default in order, request i of N to worker i * W // N."""
         workload = [PlacedRequest(r.key, len(r.prompt_token_ids), r.max_response_tokens) for r in requests]
-        queues = placed(placement, workload, len(self.handles), self.lengths)
+        queues = placed(placement, workload, len(self.workers), self.lengths)
         return [[requests[i] for i in queue] for queue in queues]
 
     def place(self, requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
@@ -345,9 +365,12 @@ class WorkerPool:
 
         `on_idle(n)` is called as soon as worker n has done its share.
         With quotas worker n stops once all requests of that many prompts are answered; the rest return as "abort".
-        `repeatable` permits a `repeat`. Times count from this call, time lost to failed workers included.
+        `repeatable` permits a `repeat`. Times count from this call, time lost to failed workers included. A planner may
+        move requests: then a part has the responses that ended at its worker (`Rollout.asked`).
         """
         recalled = self._begin(shares, rl_step, round)
+        if self.driver.planner is not None:
+            return self._planned(shares, rl_step)
 
         def call(n: int, handle: Any) -> Any:
             self._workers[n].snapshot = handle.state_dict.remote()
@@ -357,10 +380,65 @@ class WorkerPool:
             )
 
         parts = self._rollouts(call, shares, on_idle)
-        for worker, lengths in zip(self._workers, _lengths(parts), strict=True):
-            worker.keep(self._policy, worker.snapshot)
-            worker.snapshot, worker.since = None, [([lengths], None)]
+        self._keep_snapshots(_lengths(parts))
         return parts
+
+    def _keep_snapshots(self, lengths: Sequence[list[tuple[Key, int]]]) -> None:
+        for n, worker in enumerate(self._workers):
+            if worker.snapshot is not None:
+                worker.keep(self._policy, worker.snapshot)
+                worker.snapshot, worker.since = None, [(lengths[n : n + 1], None)]
+
+    # ---- rollouts of a planner (`planned`) ----
+
+    def _planned(self, shares: Shares, rl_step: int) -> list[Rollout]:
+        try:
+            parts = self._waiting.run(PlannedRollout(self, shares, rl_step, self._seeds).run())
+        except TrainerDied:
+            # Weights for engines of another shape were cut off.
+            self._waiting.run(self.hand_over(self.workers))
+            raise
+        self._keep_snapshots(_lengths(parts))
+        return parts
+
+    def lanes(self, n: int) -> range:
+        """Return the workers that have the GPUs of engine n."""
+        gpus, each = self._gpus[n], self.base.gpus
+        return range(gpus.start // each, gpus.stop // each)
+
+    async def bring_up(self, n: int) -> None:
+        """Start engine n where it is not alive, and open its next call; WorkerLost where it fails."""
+        worker = self._workers[n]
+        if not worker.alive:
+            await self._start_worker(n)
+        if worker.snapshot is None:
+            worker.snapshot = self.handles[n].state_dict.remote()
+        await self.asked(n, "open")
+
+    async def asked(self, n: int, method: str, *args: Any) -> Any:
+        """Return the answer of engine n; WorkerLost where it fails."""
+        return await self._answer(n, getattr(self.handles[n], method).remote(*args))
+
+    def failed(self, n: int, lost: WorkerLost, lost_work: str) -> None:
+        """Record that engine n failed; RunError above `faults.max_restarts`, or where the pool is closed."""
+        if self._closed:
+            raise lost
+        self._note_failure(n, lost, lost_work)
+
+    async def hand_over(self, numbers: Sequence[int]) -> None:
+        """Put the engines that are awake to sleep and wake others, with the newest weights.
+
+        On a CPU sleep frees nothing.
+        """
+        before, self._awake = self._awake, ()
+        await asyncio.gather(*(self._retried(n, _asking("sleep"), False, "", False) for n in before))
+        self._awake = numbers
+        await asyncio.gather(*(self._retried(n, _asking("wake_up"), True, "", False) for n in numbers))
+        if self._weights is not None and (late := self._late.intersection(numbers)):
+            send, version = self._weights
+            await asyncio.to_thread(send, [self.handles[n] for n in late], version, "host")
+            await asyncio.gather(*(self._retried(n, _arrived(version), True, "", False) for n in late))
+            self._late -= late
 
     def repeat(self, shares: Shares, rl_step: int) -> list[Rollout]:
         """Run the last rollout, a repeatable one, again from its initial state, and restore all state.
@@ -401,6 +479,8 @@ class WorkerPool:
         `next_use` gives the number of prompts before each of these recurs, None for never; by default any may be next.
         """
         self.history.add(shares, parts, next_use)
+        if self.driver.planner is not None:
+            self.belief.add(dict(chain.from_iterable(_lengths(parts))))
         if self.placement not in PLACEMENTS.values():
             whole: Counter[Key] = Counter()
             for key, tokens in chain.from_iterable(_lengths(parts)):
@@ -421,8 +501,8 @@ class WorkerPool:
         TrainerDied when a trainer fails in the transfer; engines with partial weights are ended. Under
         `rollout.staleness` engines may be in a rollout, which finds and restarts the failed workers.
         """
-        self._weights = send, version
-        alive = [n for n, worker in enumerate(self._workers) if worker.alive]
+        self._weights, self._late = (send, version), set(self._tails)
+        alive = [n for n in self.workers if self._workers[n].alive]
         in_flight = self.recipe.rollout.staleness
         try:
             send([self.handles[n] for n in alive], version, transport)
@@ -434,22 +514,25 @@ class WorkerPool:
             if in_flight:
                 self._ask_alive(lambda n, handle: handle.weights.remote("cut off", why))
             raise
-        (self._ask_alive if in_flight else self._set_all)(lambda n, handle: handle.has_weights.remote(version))
+        if in_flight:
+            self._ask_alive(_arrived(version))
+        else:
+            self._set_all(_arrived(version), self.workers)
 
     def sleep(self, level: int = 1) -> None:
         """Free the engines' memory until `wake_up`; at level 2 weights too, and an update of weights must follow."""
-        self._ask_all(lambda n, handle: handle.ask_engine.remote("sleep", level))
-        self._asleep = True
+        self._ask_all(_asking("sleep", level), self.workers)
+        self._awake = ()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the engines' memory again, all or that of "weights" or "kv_cache"."""
-        self._asleep = False
-        self._set_all(lambda n, handle: handle.ask_engine.remote("wake_up", tags))
+        self._awake = self.workers
+        self._set_all(_asking("wake_up", tags), self.workers)
 
     @property
     def all_alive(self) -> bool:
         """True when no worker is known to have failed, so that the next call restarts none."""
-        return all(worker.alive for worker in self._workers)
+        return all(self._workers[n].alive for n in self.workers)
 
     def state_dicts(self) -> list[dict[str, Any]]:
         """Return each worker's state of policy, budget and drafters, as JSON types; a failed one's last known."""
@@ -509,13 +592,19 @@ class WorkerPool:
         parts = self._gather(rollout(n, share) for n, share in enumerate(shares))
         return [delayed(part, call_times[n] - start) for n, part in enumerate(parts)]
 
-    def _set_all(self, call: Call) -> None:
-        """Call every worker with a setting that a restarted one receives anyway."""
-        self._ask_all(call, set_at_start=True)
+    def _set_all(self, call: Call, numbers: Sequence[int] | None = None) -> None:
+        """Call every worker, or those `numbers`, with a setting that a restarted one receives anyway."""
+        self._ask_all(call, numbers, set_at_start=True)
 
-    def _ask_all(self, call: Call | None, *, set_at_start: bool = False, once: bool = False) -> list[Any]:
-        """Return each worker's answer; a failed worker is restarted and called again, independently of the others."""
-        return self._gather(self._retried(n, call, set_at_start, "", once) for n in range(len(self.handles)))
+    def _ask_all(
+        self, call: Call | None, numbers: Sequence[int] | None = None, *, set_at_start: bool = False, once: bool = False
+    ) -> list[Any]:
+        """Return the answer of each worker, or of those `numbers`.
+
+        A failed worker is restarted and called again, independently of the others.
+        """
+        numbers = range(len(self.handles)) if numbers is None else numbers
+        return self._gather(self._retried(n, call, set_at_start, "", once) for n in numbers)
 
     def _ask_alive(self, call: Call) -> list[Any]:
         """Return each live worker's answer. A worker that fails is ended, for a later call to restart; None for it."""
@@ -544,7 +633,7 @@ class WorkerPool:
         while True:
             try:
                 if not self._workers[n].alive:
-                    if self._asleep:
+                    if n not in self._awake:
                         return None
                     await self._start_worker(n)
                     if set_at_start:
@@ -568,6 +657,7 @@ class WorkerPool:
                 ray.kill(handle)  # ends the thread's transfer, for which asyncio waits
                 raise
             await self._answer(n, handle.has_weights.remote(version))
+            self._late.discard(n)
         if self._running:
             try:
                 self.on_restart(n)
@@ -586,8 +676,13 @@ class WorkerPool:
         placed, timeout_s = dict(self.options(n)), start_timeout_s(self.recipe)
         env = actor_env(placed.pop("env_vars", {}), self.recipe.cluster.host)
         worker_of: Any = FreeRolloutWorker if self.recipe.rollout.staleness else RolloutWorker
+        if self.driver.planner is not None:
+            worker_of = PlannedRolloutWorker
+        # Rows of an engine of another shape are those of the first worker whose GPUs it has.
+        lane, rollout = self.lanes(n)[0], self.recipe.rollout
+        own = rollout.model_copy(update={"tensor_parallel_size": len(self._gpus[n])})
         handle = self.handles[n] = worker_of.options(**placed, runtime_env=runtime_env(env)).remote(
-            self.recipe, n, self.build, self.feed(n)
+            self.recipe.model_copy(update={"rollout": own}), lane, self.build, self.feed(lane)
         )
         try:
             async with asyncio.timeout(timeout_s):
@@ -638,7 +733,8 @@ class WorkerPool:
     async def _answer(self, n: int, call: Any) -> Any:
         """Await a call to worker n; WorkerLost where the worker fails or does not answer, else our own error."""
         clock, most_s = asyncio.get_running_loop().time, self.recipe.faults.patience_s(self._longest_call_s)
-        start = clock()
+        # Another call may find the failure first, and replace the handle.
+        start, handle = clock(), self.handles[n]
         try:
             # Not `wait_for`, which before Python 3.12 may swallow a cancellation.
             async with asyncio.timeout(most_s):
@@ -648,13 +744,22 @@ class WorkerPool:
         except TimeoutError as error:
             raise WorkerLost(f"it did not answer a call within {most_s:g} s") from error
         except RayError as error:
-            if why := death_cause(error, self.handles[n]):
+            if why := death_cause(error, handle):
                 # A failed engine reports its reason; for a process that ended the log may hold it.
                 log_tail = "" if isinstance(error, RayTaskError) else last_lines(self.pids[n])
                 raise WorkerLost(why, log_tail) from error
             if isinstance(error, RayTaskError | RayActorError):
                 raise error_of(error, died=TrainerDied) from error
             raise RunError(f"Ray failed a rollout worker: {last_line(error)}") from error
+
+
+def _asking(method: str, *args: Any) -> Call:
+    """Call a method of engines."""
+    return lambda n, handle: handle.ask_engine.remote(method, *args)
+
+
+def _arrived(version: int) -> Call:
+    return lambda n, handle: handle.has_weights.remote(version)
 
 
 def _lengths(parts: Sequence[Rollout]) -> list[list[tuple[Key, int]]]:

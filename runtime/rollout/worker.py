@@ -52,6 +52,14 @@ _LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)
 """Ranks that vLLM makes room for."""
 
 
+class WorkerLost(RunError):
+    """A worker's process or engine failed, with the reason and the last lines of the process's log."""
+
+    def __init__(self, why: str, log_tail: str = "") -> None:
+        super().__init__(f"{why}; last lines of its log: {log_tail}" if log_tail else why)
+        self.why = why
+
+
 class EngineWorker:
     """One engine in its own process."""
 
@@ -275,12 +283,14 @@ def packed(rollout: Rollout) -> Rollout:
     """Return the rollout in the form sent to the driver: 8 bytes a token and rows by column."""
     return replace(
         rollout,
-        responses=[
-            replace(r, token_ids=array("i", r.token_ids), logprobs=array("f", r.logprobs)) for r in rollout.responses
-        ],
+        responses=[compact(response) for response in rollout.responses],
         iterations=by_column("iterations", rollout.iterations),
         decisions=by_column("decisions", rollout.decisions),
     )
+
+
+def compact(response: GenerationResponse) -> GenerationResponse:
+    return replace(response, token_ids=array("i", response.token_ids), logprobs=array("f", response.logprobs))
 
 
 def engine_args(recipe: Recipe, *, cuda: bool) -> dict[str, Any]:
@@ -292,7 +302,7 @@ def engine_args(recipe: Recipe, *, cuda: bool) -> dict[str, Any]:
     """
     rollout = recipe.rollout
     args: dict[str, Any] = {"tensor_parallel_size": rollout.tensor_parallel_size}
-    if recipe.cluster.placement == "colocated" and cuda:
+    if cuda and (recipe.cluster.placement == "colocated" or rollout.tail_shape is not None):
         args["enable_sleep_mode"] = True
     if (lora := recipe.train.served_adapter) is not None:
         from tltlab.runtime.trainer.lora import outline, targets_of

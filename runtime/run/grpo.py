@@ -22,6 +22,7 @@ from tltlab.console import sigterm_handler
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError, TltlabError, refuse
 from tltlab.files import lock, make_folder, new_folder, read_json, sealed, write_json
+from tltlab.planning.beliefs import LengthBelief
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
@@ -668,6 +669,7 @@ class GrpoRun:
                 "drafter": self.drafting.state_dict(folder / "drafter"),
                 "history": self.pool.history.state_dict(folder / "history"),
                 "lengths": self.pool.lengths,
+                "belief": self.pool.belief.state_dict(),
             }
             write_state(folder, self.state, parts, workers, self.recipe)
 
@@ -695,7 +697,7 @@ class GrpoRun:
     def _restore(self, folder: Path | None) -> Mapping[str, Any]:
         """Restore everything but the drafter from a checkpoint, or the start; return the drafter's state."""
         pool = self.pool
-        pool.lengths = {}
+        pool.lengths, pool.belief = {}, LengthBelief()
         now = self.policy.model_dump(mode="json")
         if folder is None:
             state, drafter, then, history = self._origin.copy(), self._origin_drafter, now, None
@@ -705,6 +707,7 @@ class GrpoRun:
             drafter, then, history = parts["drafter"], parts["recipe_policy"], parts.get("history")
             self.data.load_state_dict(parts, folder / "rollouts")
             pool.lengths = parts.get("lengths", {})
+            pool.belief = LengthBelief(**parts.get("belief", {}))
             self.actors.trainers_turn()
             self.trainers.load_checkpoint(str((folder / "trainer").resolve()))
         self.events.rl_step = state.rl_step
@@ -715,7 +718,9 @@ class GrpoRun:
             pool.set_policy(Policy.model_validate(latest["policy"]), latest["rl_step"])
             workers = self._origin_workers
             if folder is not None:
-                workers = [read_json(folder / f"worker-{number}.json") for number in range(len(pool.handles))]
+                files = [folder / f"worker-{number}.json" for number in range(len(workers))]
+                # Engines of a tail shape may be new.
+                workers = [read_json(f) if f.exists() else new for f, new in zip(files, workers, strict=True)]
             pool.load_state_dicts(workers)
             pool.history.load_state_dict(history, self.checkpoints.folder if folder is None else folder / "history")
         else:

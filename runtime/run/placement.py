@@ -12,6 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tltlab.errors import ConfigError
 from tltlab.runtime.recipe.gpus import Bundles, bundles_of
+from tltlab.runtime.recipe.planner import engine_gpus
 from tltlab.runtime.recipe.recipe import Recipe
 
 READY_S = 30.0
@@ -35,6 +36,9 @@ class GpuPlacement:
 
     def __init__(self, recipe: Recipe) -> None:
         self.bundles: Bundles = bundles_of(recipe)
+        # Several actors may have the same GPUs.
+        self._shares = self.bundles.colocated or (recipe.rollout.tail_shape is not None and bool(self.bundles.all))
+        self._gpus = engine_gpus(recipe)
         self.num_nodes = recipe.cluster.num_nodes
         self._group: PlacementGroup | None = None
         self._holders: list[Any] = []
@@ -48,7 +52,7 @@ class GpuPlacement:
         try:
             if not self._group.wait(timeout_seconds=READY_S):
                 raise ConfigError(self._missing(f"are not free within {READY_S:g} s"))
-            if self.bundles.colocated:
+            if self._shares:
                 self._hold()
         except BaseException:
             self.close()
@@ -60,15 +64,17 @@ class GpuPlacement:
 
     def worker_options(self, number: int) -> ActorOptions:
         """Return `Actor.options` for rollout worker `number`; "env_vars" belongs into its runtime_env."""
-        if self.bundles.colocated:
-            return self._shared(number, self._visible[number])
-        return self._alone(number, self.bundles.workers[number])
+        if not self._shares:
+            return self._alone(number, self.bundles.workers[0])
+        gpus = self._gpus[number]
+        bundle, first = self.bundles.place_of(gpus[0])
+        return self._shared(bundle, self._visible[bundle][first : first + len(gpus)])
 
     def trainer_options(self, rank: int) -> ActorOptions:
         """Return the same for trainer rank `rank`."""
         if self.bundles.colocated:
-            worker, gpu = self.bundles.worker_of_rank(rank)
-            return self._shared(worker, [self._visible[worker][gpu]])
+            bundle, gpu = self.bundles.place_of(rank)
+            return self._shared(bundle, [self._visible[bundle][gpu]])
         return self._alone(sum(1 for num_gpus in self.bundles.workers if num_gpus) + rank, self.bundles.ranks[rank])
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -45,6 +44,9 @@ _OFF_POLICY = {
     "staleness": "staleness/mean", "off_policy_share": "staleness/off_policy_share",
     "dropped_groups": "trained/dropped_groups", "length_bias": "trained/length_bias",
 }  # fmt: skip
+
+_WAIT_S = 1e-3
+"""Seconds between two iterations in which an engine has waited for requests."""
 
 _KINDS = ("prefill", "speculative_decode", "decode")
 
@@ -228,29 +230,35 @@ def _spans(
     """Yield the step's lanes: each worker's iterations, idle end and training, and the stages after the rollout."""
     for worker, part in enumerate(parts):
         at = report.rl_step, f"worker {worker}"
-        ran = by_column("iterations", part.iterations)
+        ran = pa.concat_tables([by_column("iterations", part.iterations), *part.lent]).sort_by("t_start")
         names = ("t_start", "duration", "batch", "prefill_tokens", "num_drafted")
         starts, durations, batches, prefilled, drafted = (ran[name].fill_null(0).to_numpy() for name in names)
-        # A share that was reissued begins late.
-        end = float(starts.min()) if len(starts) else 0.0
-        yield from idle_spans(report.rl_step, worker, 0.0, end)
+        rows, busy, free = [], [], 0.0
         if len(starts):
-            end = float(starts[-1] + durations[-1])
+            ends = starts + durations
+            free = float(ends[-1])
             kinds = np.where(prefilled > 0, 0, np.where(drafted > 0, 1, 2))
             details = _details(ran)
             details[kinds != 1] = None
-            changes = np.diff(kinds).astype(bool) | np.diff(batches).astype(bool) | (details[1:] != details[:-1])
+            # Where requests move an engine may be without any.
+            waits = (starts[1:] - ends[:-1] > _WAIT_S) & (part.asked is not None)
+            changes = (
+                np.diff(kinds).astype(bool) | np.diff(batches).astype(bool) | (details[1:] != details[:-1]) | waits
+            )
             first = [0, *(np.flatnonzero(changes) + 1).tolist()]
-            bounds = [*starts[first].tolist(), end]
-            for i, (start, until) in zip(first, pairwise(bounds), strict=True):
-                yield span(*at, _KINDS[kinds[i]], start, until - start, int(batches[i]), details[i])
-        rest, free = [], end
+            untils = [ends[i - 1] if waits[i - 1] else starts[i] for i in first[1:]]
+            for i, start, until in zip(first, starts[first].tolist(), [*map(float, untils), free], strict=True):
+                rows.append(span(*at, _KINDS[kinds[i]], start, until - start, int(batches[i]), details[i]))
+                busy.append((start, until))
+        for start, seconds, num in part.moves:
+            rows.append(span(*at, "move", start, seconds, num))
+            busy.append((start, start + seconds))
         for row in sorted((row for row in training if row["worker"] == worker), key=lambda row: row["t_start"]):
             start, free = max(row["t_start"], free), max(row["t_start"] + row["duration"], free)
-            rest.append(span(*at, "spot_train", start, free - start, 0, f"term {row['term']}"))
-        busy = [(row["t_start"], row["t_start"] + row["duration"]) for row in rest]
-        rest += idle_spans(report.rl_step, worker, end, report.rollout_s, busy)
-        yield from sorted(rest, key=lambda row: row["t_start"])
+            rows.append(span(*at, "spot_train", start, free - start, 0, f"term {row['term']}"))
+            busy.append((start, start + (free - start)))
+        rows += idle_spans(report.rl_step, worker, 0.0, report.rollout_s, sorted(busy))
+        yield from sorted(rows, key=lambda row: row["t_start"])
     start, (_, *stages) = report.rollout_s if stages_s is None else stages_s, report.stages.items()
     for stage, seconds in stages:
         yield span(report.rl_step, "trainer", {"sync": "weight_sync"}.get(stage, stage), start, seconds)

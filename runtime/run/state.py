@@ -77,7 +77,7 @@ def write_state(
         _with_floats(asdict(report), lambda v: finite(v) if isinstance(v, float) else v) for report in state.reports
     ]
     made_by = {"format": FORMAT, "version": VERSION, "model": recipe.model, "seed": recipe.seed}
-    write_json(folder / STATE, made_by | {"num_workers": len(workers)} | fields | dict(parts))
+    write_json(folder / STATE, made_by | {"num_workers": recipe.rollout.num_workers} | fields | dict(parts))
     for number, worker in enumerate(workers):
         write_json(folder / f"worker-{number}.json", worker)
 

@@ -236,7 +236,6 @@ class PlannedRollout:
                     for worker in self._workers:
                         worker.closing = True
                         worker.call()
-                    return
                 case Move(key=key, worker=target):
                     self._move(self._at[key], target)
                 case Hold(key=key):
@@ -267,6 +266,7 @@ class PlannedRollout:
         assert action is not None
         self._stop()
         self._active, self._gather = action.shape, None
+        self.result.gathered_s.append(self.env.now)
         self._targets.clear()
         self._start(self.env.now + self._planned.gather_s)
         keys = self.requests.keys

@@ -39,7 +39,7 @@ class SimulatedRollout:
     nothing. Where RL steps are not apart, `ages` are the updates since each response was begun; until now `num_begun`
     were, which come to `begun_tokens` when they have ended, and `num_dropped` of them were too old to train on. Where
     responses have turns, `submit_s` is when each came to the engine (None: all at 0), and calls waited `tool_wait_s`
-    for a tool that was free.
+    for a tool that was free. At `gathered_s` requests went to engines of another shape.
     """
 
     requests: Requests
@@ -60,6 +60,7 @@ class SimulatedRollout:
     tool_wait_s: float = 0.0
     drained: Drained | None = None
     beside: list[Beside] = field(default_factory=list)
+    gathered_s: list[float] = field(default_factory=list)
 
     @classmethod
     def begun(cls, requests: Requests, queues: list[list[int]]) -> SimulatedRollout:
@@ -218,7 +219,14 @@ def _spans(rollout: SimulatedRollout) -> Row:
     # Spans of one worker and start come in this order.
     every = [
         (worker, kinds, c.decode_start_s, c.seconds, c.batch, details),
-        (worker, "switch", c.start_s, c.switch_s, c.batch, none),
+        (
+            worker,
+            np.where(np.isin(c.start_s, rollout.gathered_s), "move", "switch"),
+            c.start_s,
+            c.switch_s,
+            c.batch,
+            none,
+        ),
         (worker, "prefill", c.start_s + c.switch_s, c.prefill_s, c.batch, none),
         (worker, "idle", c.start_s - waits, waits, np.zeros(len(c), np.int64), none),
     ]

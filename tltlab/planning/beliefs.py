@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -32,8 +33,7 @@ class LengthBelief:
     """What is known of the lengths of unfinished responses: a quantile model of all, shrunk to a prompt's own.
 
     Whoever runs rollouts makes one, hands it to planners as `RolloutState.belief`, and calls `add` with the lengths of
-    each RL step once that is over, aborted responses left out; to resume, it calls `add` for each earlier RL step
-    again, in order.
+    each RL step once that is over, aborted responses left out. `LengthBelief(**belief.state_dict())` continues it.
 
     >>> belief = LengthBelief()
     >>> belief.add({(0, "p", 0, 0): 1000, (0, "p", 1, 0): 1100, (0, "q", 0, 0): 100, (0, "q", 1, 0): 150})
@@ -55,10 +55,17 @@ class LengthBelief:
     of that length on, and at the cap at the latest. Before any has ended, any length up to the cap is as likely.
     """
 
-    def __init__(self) -> None:
-        self._lengths: Floats = np.zeros(0)
-        self._number: dict[str, int] = {}
-        self._known: Floats = np.zeros((2, 0))
+    def __init__(
+        self, lengths: Sequence[float] = (), prompts: Sequence[str] = (), known: Sequence[Sequence[float]] = ((), ())
+    ) -> None:
+        self._lengths: Floats = np.array(lengths, np.float64)
+        self._number: dict[str, int] = {prompt: i for i, prompt in enumerate(prompts)}
+        self._known: Floats = np.array(known, np.float64)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The arguments of a belief that knows the same, as JSON types."""
+        known = self._known.tolist()
+        return {"lengths": self._lengths.tolist(), "prompts": list(self._number), "known": known}
 
     def add(self, ended: Mapping[Key, int]) -> None:
         """Learn the response lengths in tokens, by request, of an RL step that is over."""

@@ -45,7 +45,11 @@ class PlanDriver:
         except (Exception, SystemExit) as error:
             self._refuse(one_line(error))
             return ()
-        return actions
+        gathers = [i for i, action in enumerate(actions) if isinstance(action, Gather)]
+        last = gathers[0] + 1 if gathers else len(actions)
+        for action in actions[last:]:
+            self.failed(action, "all requests were gathered first")
+        return actions[:last]
 
     def failed(self, action: Action, why: str) -> None:
         """Tell the planner, and the user, that an action was not carried out."""

@@ -38,6 +38,7 @@ LOOKS: dict[str, tuple[str, str]] = {
     "speculative_decode": ("#1f5f99", ""),
     "prefill": ("#d08a2a", "////"),
     "switch": ("#111111", ""),
+    "move": ("#c0392b", "\\\\"),
     "idle": ("#efefef", ""),
     "spot_train": ("#8f5fa8", "\\\\\\\\"),
     "inference": ("#b5ac45", "...."),

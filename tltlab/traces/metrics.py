@@ -23,7 +23,7 @@ from tltlab.stats import intraclass_correlation
 
 from .trace import Trace
 
-ROLLOUT_KINDS = ("prefill", "decode", "speculative_decode", "switch")
+ROLLOUT_KINDS = ("prefill", "decode", "speculative_decode", "switch", "move")
 """Spans in which a worker works for the rollout. Spot training fills a bubble, so the bubble is still one."""
 _BUSY_KINDS = (*ROLLOUT_KINDS, "spot_train")
 

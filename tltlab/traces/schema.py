@@ -54,7 +54,7 @@ GRAPH_KINDS = ("full", "piecewise", "eager")
 """CUDA graphs of the target's pass in an iteration: one full graph, piecewise graphs around attention, or none."""
 
 SPAN_KINDS = (
-    "prefill", "decode", "speculative_decode", "idle", "spot_train", "weight_sync", "switch",
+    "prefill", "decode", "speculative_decode", "idle", "spot_train", "weight_sync", "switch", "move",
     "inference", "reward", "train", "checkpoint",
 )  # fmt: skip
 

@@ -6,7 +6,7 @@ import gc
 import os
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -284,17 +284,19 @@ def add_request(llm: Any, name: str, request: GenerationRequest, params: Any, ad
     try:
         llm.llm_engine.add_request(name, {"prompt_token_ids": request.prompt_token_ids}, params, lora_request=adapter)
     except client_errors() as error:
-        abort_all(llm)
+        abort(llm)
         raise ConfigError(f"request {request.key}: {error}") from error
 
 
-def abort_all(llm: Any) -> dict[str, Any]:
-    """Abort every unfinished request; return the output of each by name, with finish_reason "abort"."""
+def abort(llm: Any, names: Container[str] | None = None) -> dict[str, Any]:
+    """Abort unfinished requests, all or those of `names`; return their outputs by name, with finish_reason "abort"."""
     from vllm.v1.engine import FinishReason
 
     engine = llm.llm_engine
     outputs: dict[str, Any] = {}
     for state in list(engine.output_processor.request_states.values()):
+        if names is not None and state.external_req_id not in names:
+            continue
         request_output = state.make_request_output(
             new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
         )

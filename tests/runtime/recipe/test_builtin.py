@@ -10,7 +10,7 @@ from tltlab.policies.policy import load_policy
 from tltlab.runtime.recipe.dry_run import plan_of
 from tltlab.runtime.recipe.recipe import builtin_recipes, find_recipe, load_recipe
 
-OWN_MODEL = ("asynchronous", "calculator", "cpu", "gpu_smoke", "lora")
+OWN_MODEL = ("asynchronous", "calculator", "cpu", "gather_smoke", "gpu_smoke", "lora")
 
 
 @pytest.mark.parametrize("name", builtin_recipes())

@@ -88,7 +88,7 @@ def test_a_gather_is_drawn_in_all_lanes_of_its_engine_and_its_iterations_are_one
         ends = lane["t_start"] + lane["duration"]
         assert (lane["t_start"].to_numpy()[1:] >= ends.to_numpy()[:-1] - 1e-9).all()
         after = lane[lane["t_start"] >= 10.0]
-        assert after["kind"].tolist() == ["switch", "decode"]
+        assert after["kind"].tolist() == ["move", "decode"]
         assert after["duration"].tolist() == [0.5, 22.5]
     assert trace.iterations["num_generated"].sum() == 130
     assert trace.outcomes["worker"].tolist() == [0, 1, 2, 0]

@@ -1,0 +1,45 @@
+"""What a recipe's planner may use: the shapes of its engines, and their costs."""
+
+from __future__ import annotations
+
+from tltlab.costs.load import load_costs
+from tltlab.planning.rollout import EngineCosts, Shape
+from tltlab.strategy import NO_SPECULATION
+
+from .recipe import Recipe, pass_costs
+from .sections import Sections
+
+SWITCH_S = 0.3
+"""Seconds that engines of another shape are taken to need until they run, before any did."""
+
+
+def shapes_of(recipe: Sections) -> list[Shape]:
+    """Return the shape of a recipe's engines, and `rollout.tail_shape` if there is one."""
+    rollout = recipe.rollout
+    base = Shape(engines=rollout.num_workers, gpus=rollout.tensor_parallel_size)
+    return [base] if rollout.tail_shape is None else [base, Shape.of(rollout.tail_shape)]
+
+
+def engine_gpus(recipe: Sections) -> list[range]:
+    """Return the GPUs of each engine, of those of all workers: the recipe's engines first, then those of a tail shape.
+
+    On CPUs they are ranks.
+    """
+    return [range(n * shape.gpus, (n + 1) * shape.gpus) for shape in shapes_of(recipe) for n in range(shape.engines)]
+
+
+def costs_of_shapes(recipe: Recipe) -> dict[Shape, EngineCosts]:
+    """Return the costs of plain decoding on engines of each shape; none without a planner.
+
+    They are `rollout.planner_costs`, or those of `pass_costs`. ConfigError for unknown costs.
+    """
+    rollout = recipe.rollout
+    if rollout.planner is None:
+        return {}
+    shapes = shapes_of(recipe)
+    given = map(load_costs, rollout.planner_costs)
+    known = list(given) or [pass_costs(recipe, shape.gpus, "rollout.planner") for shape in shapes]
+    return {
+        shape: EngineCosts(shape, costs, [NO_SPECULATION], lambda strategy, batch: 1.0, SWITCH_S)
+        for shape, costs in zip(shapes, known, strict=True)
+    }

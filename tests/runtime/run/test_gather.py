@@ -1,0 +1,72 @@
+"""The recipe that gathers each RL step's last requests onto an engine of two ranks: trained on, traced, and resumed."""
+
+import numpy as np
+import pytest
+
+import tltlab
+from tltlab.planning.rollout import Gather, Hold, RolloutPlanner
+from tltlab.runtime.recipe.recipe import load_recipe
+from tltlab.runtime.run.grpo import GrpoRun
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_ray")]
+STEPS, RESPONSES = 2, 16
+
+
+class GatherLast(RolloutPlanner):
+    """Holds two requests, and gathers with them what else is left once one has ended: never too late."""
+
+    def plan(self, state):
+        if not state.ended and not state.generated_tokens.any():
+            return [Hold(key=key) for key in state.keys[-2:]]
+        wide = [shape for shape in state.engines if shape.gpus > state.active.gpus]
+        return [Gather(shape=wide[0], queues=())] if wide and state.ended else []
+
+
+def recipe_of(random_model, *more):
+    """Of the recipe, what is not of its model."""
+    own = [
+        f"model={random_model}", f'code=["{random_model}"]', "reward=parity:reward",
+        f"data.train={random_model / 'train.jsonl'}", "data.heldout=null",
+        "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_response_tokens=96",
+        f"rollout.planner={__name__}:GatherLast",
+        "rollout.vllm.max_model_len=128", "rollout.vllm.kv_cache_memory_bytes=33554432",
+    ]  # fmt: skip
+    return load_recipe("gather_smoke", [*own, *more])
+
+
+@pytest.fixture(scope="module")
+def run(random_model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("gathered")
+    with GrpoRun(recipe_of(random_model, "checkpoint.every=2"), out) as run:
+        for _ in range(STEPS):
+            run.step()
+        return out, run.reports, run.pool.belief.state_dict()
+
+
+def test_gathered_responses_are_whole_and_trained_on(run):
+    trace = tltlab.read(run[0] / "trace")
+    assert len(trace.outcomes) == STEPS * RESPONSES
+    assert set(trace.outcomes["finish_reason"]) <= {"stop", "length"}
+    tokens = trace.table("tokens")
+    for row in tokens.itertuples():
+        assert len(row.logprobs) == len(row.token_ids)
+    for report in run[1]:
+        # The trainer sees the distribution that the engines of both shapes sampled from.
+        assert abs(report.metrics["mismatch_kl"]) < 1e-6
+        assert report.metrics["mismatch_abs"] < 1e-4
+    for _, spans in trace.spans.groupby("rl_step"):
+        for lane in (spans[spans["lane"] == f"worker {n}"] for n in range(2)):
+            since = lane[lane["kind"] == "move"]["t_start"].iloc[0]
+            after = lane[(lane["t_start"] > since) & lane["kind"].isin(["decode", "prefill"])]
+            assert len(after), "the GPUs of both work on"
+            ends = (lane["t_start"] + lane["duration"]).to_numpy()
+            assert np.all(lane["t_start"].to_numpy()[1:] >= ends[:-1] - 1e-3)
+
+
+def test_a_run_that_gathers_is_resumed(run, random_model):
+    with GrpoRun(recipe_of(random_model, f"train.steps={STEPS + 1}"), run[0], resume=True) as again:
+        assert again.pool.belief.state_dict() == run[2]
+        again.step()
+        trace = again.trace()
+    assert trace.rl_steps == [0, 1, 2]
+    assert len(trace.outcomes.query("rl_step == 2")) == RESPONSES
