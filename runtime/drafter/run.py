@@ -47,7 +47,6 @@ from tltlab.coordination.machine import (
     wakeup_s,
 )
 from tltlab.coordination.schedule import Attempt, TrainingSchedule, tokens_per_draft
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, one_line
 from tltlab.files import new_folder
 from tltlab.policies.policy import Policy
@@ -57,6 +56,7 @@ from tltlab.runtime.engine.graphs import parts_of
 from tltlab.runtime.ray.actors import error_of, get, runtime_env
 from tltlab.runtime.ray.scratch import scratch_folder
 from tltlab.runtime.recipe.drafter import DrafterConfig
+from tltlab.runtime.recipe.engines import drafters_of
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.memory import ProcessMemory
 from tltlab.runtime.run.state import RunEvents
@@ -106,10 +106,8 @@ Rows = dict[str, list[dict[str, Any]]]
 class Drafting:
     """The drafter of a run, called from one thread in the order of an RL step, `start` to `close`; here none."""
 
-    @property
-    def specs(self) -> dict[str, DrafterSpec]:
-        """The drafters that engines need for it, by name."""
-        return {}
+    head: str | Path = ""
+    """Folder of the weights that engines load when they start."""
 
     def prepare(self) -> None:
         """Create the files that engines read when they start."""
@@ -211,15 +209,6 @@ class DrafterRun(Drafting):
         self._data: Path | None = None
         self._annotating: dict[int, Any] = {}
         self._rows: Rows = {}
-
-    @property
-    def specs(self) -> dict[str, DrafterSpec]:
-        config = self.config
-        method = config.loss.method
-        # Engines find MTP layers in the target's folder.
-        head = "" if method == "mtp" else str(self.head)
-        learned = LearnedSpec(method=method, model=head, trained=config.pretrained, fallback=config.fallback)
-        return {config.name: learned}
 
     def prepare(self) -> None:
         self._sockets = scratch_folder("d")
@@ -448,7 +437,7 @@ def drafter_of(recipe: Recipe, policy: Policy, out: Path, events: RunEvents) -> 
             )
         check_fit(head, config.checkpoint, recipe.model)
     run = DrafterRun(config, recipe, out / "drafter", events)
-    specs = DEFAULT_DRAFTERS | policy.drafters | recipe.rollout.drafters | run.specs
+    specs = drafters_of(recipe, policy, run.head)
     DrafterPool(specs, recipe.rollout.max_draft_depth)
     run.drafts = any(s.speculates and config.name in parts_of(specs, s.drafter) for s in policy.strategies)
     return run

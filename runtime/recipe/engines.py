@@ -156,12 +156,15 @@ class EngineBuild:
         return {"planned": planned, "captured": [asdict(graphs) for graphs in captured]}
 
 
-def drafters_of(recipe: Recipe, policy: Policy) -> dict[str, DrafterSpec]:
-    """Return all drafters of a recipe by name, the one that it trains included."""
+def drafters_of(recipe: Recipe, policy: Policy, head: str | Path = "") -> dict[str, DrafterSpec]:
+    """Return all drafters of a recipe by name, the one that it trains included, whose weights are in `head`."""
     specs: dict[str, DrafterSpec] = DEFAULT_DRAFTERS | policy.drafters | recipe.rollout.drafters
     if (trained := recipe.drafter) is not None:
-        head = "" if trained.loss.method == "mtp" else trained.checkpoint or "its own"
-        specs[trained.name] = LearnedSpec(method=trained.loss.method, model=head, fallback=trained.fallback)
+        # Engines find MTP layers in the target's folder.
+        model = "" if trained.loss.method == "mtp" else str(head) or trained.checkpoint or "its own"
+        specs[trained.name] = LearnedSpec(
+            method=trained.loss.method, model=model, trained=trained.pretrained, fallback=trained.fallback
+        )
     return specs
 
 

@@ -97,7 +97,7 @@ class RunActors:
         place = stack.enter_context(GpuPlacement(recipe))
         stack.callback(drafting.close)
         drafting.prepare()
-        build = engine_build(recipe, self._policy, drafters_of(recipe, self._policy) | drafting.specs)
+        build = engine_build(recipe, self._policy, drafters_of(recipe, self._policy, drafting.head))
         self._learned = any(isinstance(spec, LearnedSpec) for spec in build.drafters.values())
         self.pool = WorkerPool(
             recipe, build, drafting.feed, place.worker_options, events=self._events, on_restart=drafting.rejoin
