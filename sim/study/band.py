@@ -32,7 +32,7 @@ from tltlab.stats import Interval, paired_ratio, paired_speed_up, student_margin
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
-from .study import Cell, Study, makespans_of
+from .study import Cell, Study
 
 LEVEL = 0.9
 Source = Literal["costs", "acceptance", "engine", "lengths", "responses"]
@@ -269,8 +269,7 @@ def bands(
     kept = 0 if baseline is not None else len(ends) - len(moved["engine"])
     runs += [(end, baseline or none) for end in [*ends[kept:], *drawn]]
     cells = [Cell(name=str(at), policy=each, scenario=run) for at, (run, each) in enumerate(runs)]
-    rows = Study(cells=cells, details=False, jobs=jobs).table()
-    found = list(makespans_of(rows).values()) if runs else []
+    found = Study(cells=cells, jobs=jobs).makespans() if cells else []
     drafting_s, plain_s = found[: len(ends) + len(drawn)], found[len(ends) + len(drawn) :]
     plain_s = [plain.rollout_s] * kept + plain_s
     pairs = list(zip(plain_s, drafting_s, strict=True))

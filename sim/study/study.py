@@ -206,6 +206,13 @@ class Study:
         table.attrs["failed"] = {label: one_line(error) for label, error in failed.items()}
         return table
 
+    def makespans(self) -> list[Floats]:
+        """Return the makespans of each cell in the order of its RL steps; ConfigError where a cell fails."""
+        table = replace(self, details=False).table()
+        if failed := table.attrs["failed"]:
+            raise ConfigError("; ".join(f"{label}: {why}" for label, why in failed.items()))
+        return [rows["makespan_s"].to_numpy(np.float64) for _, rows in table.groupby("cell", sort=False)]
+
     def _labelled(self, at: int, rows: Sequence[Row]) -> Iterator[Row]:
         cell = self.cells[at]
         kind = "policy" if cell.system is None else "system"
@@ -313,8 +320,3 @@ class Journal:
 def _key(cell: Cell) -> str:
     rl_steps = [step.rl_step for step in cell.scenario.steps]
     return json.dumps([cell.name, dict(cell.axes), cell.scenario.seed, rl_steps], sort_keys=True, default=str)
-
-
-def makespans_of(table: pd.DataFrame) -> dict[int, Floats]:
-    """Return the makespans of each cell in the order of its RL steps."""
-    return {int(str(cell)): rows["makespan_s"].to_numpy(np.float64) for cell, rows in table.groupby("cell", sort=False)}

@@ -34,7 +34,7 @@ from tltlab.traces import metrics
 from tltlab.traces.trace import Trace
 
 from .sample import Scenarios, samples
-from .study import Cell, Study, makespans_of
+from .study import Cell, Study
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -266,10 +266,7 @@ def waterfall(
         own = load_policy(policy, held=True)
         runs = [_Run(name=policy_name(policy), policy=own, scenario=scenario, block=decision_interval(source))]
     cells = [list(run.cells()) for run in runs]
-    table = Study(cells=[cell for each in cells for cell in each], details=False, jobs=jobs).table()
-    if failed := table.attrs["failed"]:
-        raise ConfigError("; ".join(f"{label}: {why}" for label, why in failed.items()))
-    seconds = iter(makespans_of(table).values())
+    seconds = iter(Study(cells=[cell for each in cells for cell in each], jobs=jobs).makespans())
     rows = [run.rows(of, [next(seconds) for _ in of]) for run, of in zip(runs, cells, strict=True)]
     whole = pd.concat(rows).fillna(0.0).sort_values("rl_step", ignore_index=True)
     order = ["rl_step", "policy", *(name for name in STEPS if name in whole)]

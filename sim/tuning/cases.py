@@ -22,7 +22,7 @@ from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.band import InputErrors
 from tltlab.sim.study.sample import spread
-from tltlab.sim.study.study import Cell, Study, makespans_of
+from tltlab.sim.study.study import Cell, Study
 from tltlab.state import StepState
 from tltlab.stats import Interval, paired_ratio
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -177,13 +177,9 @@ class TuningCases:
                 if oracle:
                     of_case.insert(0, replace(of_case[0], name=ORACLE, policy=oracle_policy(each, oracle), delay=0))
                 cells += of_case
-        table = Study(cells=cells, details=False, jobs=self.jobs).table()
-        if failed := table.attrs["failed"]:
-            raise ConfigError("; ".join(f"{label}: {why}" for label, why in failed.items()))
-        by_cell = makespans_of(table)
         each_seed: dict[tuple[str, int], list[Floats]] = defaultdict(list)
-        for number, cell in enumerate(cells):
-            each_seed[cell.name, cell.axes["case"]].append(by_cell[number])
+        for cell, seconds in zip(cells, Study(cells=cells, jobs=self.jobs).makespans(), strict=True):
+            each_seed[cell.name, cell.axes["case"]].append(seconds)
         names = [*policies, *([ORACLE] if oracle else [])]
         return {name: [np.mean(each_seed[name, at], axis=0) for at in range(len(self.scenarios))] for name in names}
 
