@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points, metadata, requires, version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,48 +22,6 @@ GROUP = "tltlab.commands"
 _INTERRUPTED = 130
 _COMPLETE = "_TLTLAB_COMPLETE"
 """Set by the shell that completes a command line, as Typer names it."""
-_PURPOSES = {
-    "audit": "Sample a real engine and compare the samples with the exact distribution of its model, case by case.",
-    "bench": "Benchmarks, as ratios within one run; for a clone of the repository.",
-    "calibrate": "Fit costs, acceptance and drafter training to a trace, costs to a table; print residuals and "
-    "held-out errors.",
-    "compare": "Compare policies, or systems from the literature, on the same responses; lists of values make a grid.",
-    "costs": "Print ms and tokens per second of an iteration by a cost model for each batch, plain and with "
-    "speculation.",
-    "demo": "The whole loop on this machine's CPU: train, record, calibrate, predict, pick a policy, run it, compare.",
-    "doctor": "Find what is wrong with a run, and name the setting to change.",
-    "export-drafter": "Write a drafter as a checkpoint that stock vLLM serves, after a check of its acceptance in "
-    "stock vLLM.",
-    "export-policy": "Draft depths by batch size and CUDA graphs for them, as settings for vLLM 0.32.",
-    "make-model": "Train a small reasoning model from scratch, with prompts, a checkable answer and a long tail.",
-    "new": "Write a recipe or a part of your own that runs as it stands, to be changed.",
-    "profile": "Time a real engine over batch x draft depth x context, for `tltlab calibrate TABLE`.",
-    "rehearse": "Play a recorded rollout on a real engine, with a model's shape and no weights, under each policy.",
-    "report": "Write one self-contained HTML page on a run or a comparison: pictures, tables, and how to repeat it.",
-    "settings": "List every setting of a recipe, or of one section, with its default, its type and what it does.",
-    "simulate": "Replay a trace's responses under a policy, a cost model and a placement.",
-    "timeline": "Draw what every worker did over time, and how many requests were running.",
-    "trace": "Describe, validate, repair, import, generate and annotate traces.",
-    "train": "Train with GRPO on Ray and vLLM; every rollout is recorded in OUT/trace.",
-    "train-drafter": "Warm up a drafter for a model, offline, on responses of that model; report held-out acceptance.",
-    "tune": "Find a policy for a trace in simulation, judge it on RL steps held out, and report whether it was "
-    "worth it.",
-    "ui": "Show the runs of a folder in a browser: a list, each one's page, two side by side; a live run is followed.",
-    "verify": "Predict every RL step of a run from the other ones, and compare with what was measured.",
-    "what-if": "Estimate the speed-up of speculation for responses of these lengths, on which GPUs, and what limits "
-    "it.",
-}
-"""First line of each command's help; a command of another package has none here."""
-_GONE = {
-    "advise": "`tltlab what-if` estimates the benefit of training the drafter",
-    "completion": "`tltlab --install-completion` sets the shell up, `tltlab --show-completion` prints the script",
-    "experiment": "`tltlab bench` measures on engines, in a clone (batch-size, systems, drafter), and notebook 10 "
-    "simulates TLT's published set-ups",
-    "map": "`tltlab compare` takes lists of values, and notebook 08 draws which family pays where",
-    "sweep": "`tltlab compare` takes lists, such as --workers 4,8 --gpus 8xH100,8xB200",
-    "off-policy": "decisions.parquet of a trace has the propensities that such estimates are computed from",
-}
-"""Commands of the release before, and what replaces them."""
 _GONE_OPTIONS = {
     ("compare", "--search"): "`tltlab compare --systems all` has every system, --placement another order",
     ("compare", "--claims"): "--json has each system's `claim`",
@@ -90,8 +49,8 @@ def click_command(name: str) -> Any:
     from typer.main import get_command
 
     commands = _commands()
-    if name in _GONE and name not in commands:
-        raise ConfigError(f"the command {name!r} was removed: {_GONE[name]}")
+    if name in (gone := _words()["gone"]) and name not in commands:
+        raise ConfigError(f"the command {name!r} was removed: {gone[name]}")
     if name not in commands:
         raise ConfigError(
             f"no command named {name!r}{did_you_mean(name, commands)}; there are: {', '.join(sorted(commands))}"
@@ -140,7 +99,7 @@ def _group() -> Any:
 
     class Lazy(TyperCommand):
         def get_short_help_str(self, limit: int = 45) -> str:
-            return _PURPOSES.get(str(self.name), "")
+            return _words()["purposes"].get(str(self.name), "")
 
         def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
             command = click_command(str(self.name))
@@ -163,6 +122,14 @@ def _group() -> Any:
 def _commands() -> dict[str, EntryPoint]:
     # Reads the metadata of every package that is installed.
     return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+@cache
+def _words() -> dict[str, dict[str, str]]:
+    """Return the purposes of the commands, and what replaces those that are gone."""
+    import tomllib
+
+    return tomllib.loads((files("tltlab.cli") / "commands.toml").read_text("utf-8"))
 
 
 def _missing_extra(error: ModuleNotFoundError) -> TltlabError:
@@ -264,7 +231,7 @@ def _as_setting(args: Sequence[str], error: Any) -> str:
 
 def _overview() -> str:
     lines = ["usage: tltlab COMMAND ...   (tltlab COMMAND --help for one of them)", ""]
-    lines += [f"  {name:18s}{_PURPOSES.get(name, '')}".rstrip() for name in command_names()]
+    lines += [f"  {name:18s}{_words()['purposes'].get(name, '')}".rstrip() for name in command_names()]
     return "\n".join(lines)
 
 

@@ -149,7 +149,7 @@ def test_overview_has_first_line_that_each_command_has():
     for entry in entry_points(group=app.GROUP):
         target = entry.load()
         purposes[entry.name] = getattr(getattr(target, "info", None), "help", None) or target.__doc__
-    assert {name: text.strip().splitlines()[0] for name, text in purposes.items()} == app._PURPOSES
+    assert {name: text.strip().splitlines()[0] for name, text in purposes.items()} == app._words()["purposes"]
 
 
 def imports_of(path):
