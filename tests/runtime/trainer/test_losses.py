@@ -116,13 +116,23 @@ def grpo(data):
     return -total / 2
 
 
+def clipped(data, advantages, high=0.2):
+    """The sum over the tokens of responses with these advantages."""
+    return sum(surrogate(*token, a, 0.2, high) for i, a in enumerate(advantages) for token in tokens_of(data, i))
+
+
+def centred(rewards):
+    """Rewards less the mean of their prompt's."""
+    return [reward - np.mean(group_rewards(i, rewards)) for i, reward in enumerate(rewards)]
+
+
+def normalised(values):
+    return [(value - np.mean(values)) / deviation(values) for value in values]
+
+
 def dr_grpo(data):
     """arXiv 2503.20783: no division by the standard deviation nor by the length, but by the generation cap."""
-    total = 0.0
-    for i in range(6):
-        advantage = REWARDS[i] - np.mean(group_rewards(i, REWARDS))
-        total += sum(surrogate(*token, advantage, 0.2, 0.2) for token in tokens_of(data, i))
-    return -total / (6 * CAP)
+    return -clipped(data, centred(REWARDS)) / (6 * CAP)
 
 
 def dapo(data):
@@ -132,46 +142,33 @@ def dapo(data):
         buffer = 0.2 * CAP
         penalty = 0.0 if length <= CAP - buffer else ((CAP - buffer) - length) / buffer
         shaped.append(reward + penalty)
-    total = 0.0
-    for i in range(6):
-        mine = group_rewards(i, shaped)
-        advantage = (shaped[i] - np.mean(mine)) / deviation(mine)
-        total += sum(surrogate(*token, advantage, 0.2, 0.28) for token in tokens_of(data, i))
-    return -total / sum(LENGTHS)
+    scaled = [each / deviation(group_rewards(i, shaped)) for i, each in enumerate(centred(shaped))]
+    return -clipped(data, scaled, high=0.28) / sum(LENGTHS)
 
 
 def dler(data):
     """arXiv 2510.15110: a truncated response gets 0; centred in the group, scaled over the batch."""
     shaped = [0.0 if cut else reward for reward, cut in zip(REWARDS, TRUNCATED, strict=True)]
-    centred = [shaped[i] - np.mean(group_rewards(i, shaped)) for i in range(6)]
-    scaled = [(a - np.mean(centred)) / deviation(centred) for a in centred]
-    total = sum(surrogate(*token, scaled[i], 0.2, 0.28) for i in range(6) for token in tokens_of(data, i))
-    return -total / sum(LENGTHS)
+    return -clipped(data, normalised(centred(shaped)), high=0.28) / sum(LENGTHS)
 
 
 def rloo(data):
     """arXiv 2402.14740, section 2: whole responses, each against the mean of the others; over the cap, as dr_grpo."""
-    total = 0.0
-    for i in range(6):
+    each = []
+    for i, reward in enumerate(REWARDS):
         mine = group_rewards(i, REWARDS)
-        advantage = REWARDS[i] - (sum(mine) - REWARDS[i]) / (len(mine) - 1)
-        total += sum(surrogate(*token, advantage, 0.2, 0.2) for token in tokens_of(data, i))
-    return -total / (6 * CAP)
+        each.append(reward - (sum(mine) - reward) / (len(mine) - 1))
+    return -clipped(data, each) / (6 * CAP)
 
 
 def reinforce_pp(data):
     """arXiv 2501.03262: rewards normalised over the batch, here each once, whatever their prompt."""
-    scaled = [(r - np.mean(REWARDS)) / deviation(REWARDS) for r in REWARDS]
-    total = sum(surrogate(*token, scaled[i], 0.2, 0.2) for i in range(6) for token in tokens_of(data, i))
-    return -total / sum(LENGTHS)
+    return -clipped(data, normalised(REWARDS)) / sum(LENGTHS)
 
 
 def reinforce_pp_baseline(data):
     """The same less the mean of a prompt's responses, which is subtracted first."""
-    centred = [REWARDS[i] - np.mean(group_rewards(i, REWARDS)) for i in range(6)]
-    scaled = [(a - np.mean(centred)) / deviation(centred) for a in centred]
-    total = sum(surrogate(*token, scaled[i], 0.2, 0.2) for i in range(6) for token in tokens_of(data, i))
-    return -total / sum(LENGTHS)
+    return -clipped(data, normalised(centred(REWARDS))) / sum(LENGTHS)
 
 
 FORMULAS = {
