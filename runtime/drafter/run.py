@@ -199,7 +199,7 @@ class DrafterRun(Drafting):
     def __init__(self, config: DrafterConfig, recipe: Recipe, out: Path, events: RunEvents) -> None:
         self.config, self.recipe, self.events = config, recipe, events
         self.out = Path(out).resolve()
-        self.head = self.out / "initial"
+        self.head: Path = self.out / "initial"
         self.drafts = True
         self.schedule = TrainingSchedule(config.schedule, pretrained=config.pretrained)
         self.served = ServedDrafter()

@@ -221,7 +221,7 @@ def layer_config(target: PretrainedConfig) -> LlamaConfig:
 class EagleHead(DrafterHead):
     """An EAGLE head; its parameters have the checkpoint's names."""
 
-    method: ClassVar[Literal["eagle", "eagle3"]] = "eagle"
+    method = "eagle"
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
@@ -256,7 +256,7 @@ class Eagle3Head(DrafterHead):
     together or layer by layer, and its next state may be the LM head's input (EAGLE-3.1).
     """
 
-    method: ClassVar[Literal["eagle", "eagle3"]] = "eagle3"
+    method = "eagle3"
 
     def __init__(
         self,
@@ -391,7 +391,7 @@ class MtpLayer(Layer):
 class MtpHead(DrafterHead):
     """An MTP layer, under the names that it has in its model."""
 
-    method: ClassVar[Literal["mtp"]] = "mtp"
+    method = "mtp"
 
     def __init__(self, config: LlamaConfig) -> None:
         config.attention_bias = True
