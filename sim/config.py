@@ -26,6 +26,7 @@ from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.costs.deployment import Deployment
 from tltlab.costs.load import load_costs
+from tltlab.costs.scaled import scheduled
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json
 from tltlab.hardware import ModelShape
@@ -37,9 +38,10 @@ from tltlab.planning.planners import PLANNERS
 from tltlab.planning.rollout import RolloutPlanner, Shape
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.workload import Prefix
-from tltlab.traces.trace import Trace, run_folder
+from tltlab.traces.trace import Trace, file_of_run
 
 Mode = Literal["fluid", "sampled"]
+Scheduling = Literal["synchronous", "asynchronous"]
 Source = dict[str, Any] | str | Path
 """A model as users name it: its values, a shipped name or a file."""
 
@@ -57,6 +59,7 @@ class SimulationConfig:
     `gpus` such as 8xH100 and a `model` (a name or `config.json`), with an `engine` and `tp` GPUs per worker where
     those are not to be found, bring costs and workers (`Deployment.of`); acceptance that is not known is then
     `tltlab.acceptance.load.DEFAULTS`. `acceptance` is one model, or one for each drafter (`load_acceptance`).
+    `scheduling` other than that of the costs takes what waiting for the host takes from their iterations, or adds it.
 
     In `fluid` mode every request gains the expected tokens in each iteration, in `sampled` mode they are drawn from the
     seed, and so is the costs' noise; acceptance "trace" is the same in both. A learning policy is asked once per
@@ -90,6 +93,10 @@ class SimulationConfig:
     )
     engine: str | None = option("On --gpus: the engine's profile. [default: vllm; the others are in the range]")
     tp: int | None = option("On --gpus: GPUs of a worker. [default: the fewest that hold it]", min=1)
+    scheduling: Scheduling | None = option(
+        "Of iterations: synchronous (engines wait for the host) or asynchronous. [default: as in the costs]",
+        choices=get_args(Scheduling),
+    )
     acceptance: Acceptance | type[AcceptanceModel] | Source | None = option(
         "By drafter, learned=geometric:0.7,ngram=geometric:0.42, or all=MODEL; a MODEL is geometric:ALPHA, "
         "constant:A, 0.8/0.6/0.5 by token, lengths:1.8/2.4 by depth, a fitted file, module:Class; MODEL@2k falls "
@@ -195,15 +202,15 @@ class SimulationConfig:
 
     def find_shapes(self) -> dict[Shape, CostModel]:
         """Costs of the shapes onto which a planner may gather. ConfigError for one without costs."""
-        if not isinstance(self.shapes, str):
-            return dict(self.shapes or {})
-        found = {}
-        for part in split(self.shapes):
+        found = {} if isinstance(self.shapes, str) else dict(self.shapes or {})
+        for part in split(self.shapes) if isinstance(self.shapes, str) else ():
             shape, equals, costs = part.partition("=")
             if not equals:
                 raise ConfigError(f"shape {part} has no costs: write {part}=COSTS, or give --gpus and --model")
             found[Shape.of(shape)] = load_costs(costs)
-        return found
+        if self.scheduling is None:
+            return found
+        return {shape: scheduled(of, synchronous=self.scheduling == "synchronous") for shape, of in found.items()}
 
     def steps_of(self, trace: Trace) -> Sequence[int] | None:
         """Return the RL steps of the trace that the settings name; None where they name none."""
@@ -228,7 +235,10 @@ class SimulationConfig:
         beside = file_of_run(trace, "costs.json")
         default = str(beside or "cpu-small (the default: the trace has no costs)")
         model = load_costs(self.costs if self.costs is not None else beside or "cpu-small")
-        return model, named(self.costs, default)
+        if self.scheduling is None:
+            return model, named(self.costs, default)
+        model = scheduled(model, synchronous=self.scheduling == "synchronous")
+        return model, f"{named(self.costs, default)}, {self.scheduling}"
 
     def find_acceptance(self, trace: Trace) -> tuple[Acceptance | None, str | None]:
         """The acceptance model, and its name or source; None where no acceptance is known."""
@@ -291,14 +301,6 @@ def load_spot_training(source: SpotTraining | Source) -> SpotTraining:
     value = source if isinstance(source, dict) else read_json(Path(source))
     with faults_in("spot training"):
         return SpotTraining.model_validate(value)
-
-
-def file_of_run(trace: Trace, name: str) -> Path | None:
-    """The file of that name in the trace's folder, else in the RUN folder that the trace is part of."""
-    if trace.path is None:
-        return None
-    folders = (trace.path, run_folder(trace.path))
-    return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
 def named(source: object, default: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,7 +46,8 @@ def profile(
     """Time a real engine over batch x draft depth x context, for `tltlab calibrate TABLE`.
 
     Prefills of each context are timed too. Cells that do not fit the engine are left out and named. The
-    weights do not matter to the times, so --vllm load_format=dummy does.
+    weights do not matter to the times, so --vllm load_format=dummy does. On a GPU a second engine, scheduled
+    asynchronously, times plain decoding, for what waiting for the host takes; --vllm async_scheduling=... has one.
 
     Example: tltlab profile models/subset-sum-small --out steps.csv --batches 1,4,16 --contexts 64,256
     """
@@ -57,6 +59,9 @@ def profile(
     # As for the workers of a run: an engine with two threads stalls where the machine is busy.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # vLLM and torch take seconds to import: wrong options must not wait for them.
+    import pandas as pd
+    import torch
+
     from tltlab.runtime.engine.environment import hardware, versions
     from tltlab.runtime.engine.profile import ProfileGrid, engine_settings, start_engine
     from tltlab.runtime.engine.profile import profile as measure
@@ -69,6 +74,15 @@ def profile(
         settings = engine_settings(engine)
     finally:
         engine.close()
+    rows = profiled.table
+    if torch.cuda.is_available() and "async_scheduling" not in args:
+        plain = replace(grid, depths=(0,))
+        engine = start_engine(model, plain, None, args | {"async_scheduling": True}, seed)
+        try:
+            other = measure(engine, plain, seed=seed, report=progress).table
+        finally:
+            engine.close()
+        rows = pd.concat([rows, other[other["prefill_tokens"] == 0]], ignore_index=True)
     about = {
         "model": model,
         "hardware": hardware(),
@@ -88,7 +102,7 @@ def profile(
     }
     beside = out.with_name(out.name + ".json")
     write_json(beside, about)
-    write_table(profiled.table, out)
+    write_table(rows, out)
     emit({"out": str(out), "about": str(beside), **about}, _text(out, about))
 
 

@@ -109,7 +109,7 @@ class ProfileGrid:
 class Profile:
     """Result of a measurement.
 
-    `table` has the columns of `tltlab.calibration.iterations`, `drafter`, and of each row `draft_seconds`,
+    `table` has the columns of `tltlab.calibration.iterations`, `drafter`, `scheduling`, and `draft_seconds`,
     `num_samples` and `spread`, the interquartile range of its seconds. `skipped` lists the cells that were not
     measured, with the reason (`why`). `spread` is the median over rows of spread / seconds, `repeat_error` the median
     relative difference of the two visits' medians, None where unknown.
@@ -179,6 +179,7 @@ def engine_settings(engine: Engine) -> dict[str, Any]:
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
         "threads": torch.get_num_threads(),
         "temperature": TEMPERATURE,
+        "scheduling": "asynchronous" if config.scheduler_config.async_scheduling else "synchronous",
     }
 
 
@@ -282,6 +283,7 @@ class _Profiler:
             "top_k": 1,
             "prefill_tokens": cell.batch * cell.context if cell.prefill else 0,
             "drafter": self.drafter if cell.depth else "none",
+            "scheduling": self.settings["scheduling"],
             "draft_seconds": float(np.median([row["draft_duration"] or 0.0 for row in rows])),
             "num_samples": len(rows),
             "spread": float(np.subtract(*np.percentile(seconds, [75, 25]))),

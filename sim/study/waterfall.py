@@ -18,15 +18,15 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Floats
+from tltlab.calibration.iterations import measured_waiting
 from tltlab.costs.base import CostModel
-from tltlab.costs.scaled import ScaledCosts
+from tltlab.costs.scaled import ScaledCosts, scheduled
 from tltlab.errors import ConfigError
-from tltlab.files import read_object
 from tltlab.importers.sources import TraceSource, read
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import WHOLE_TOKENS
 from tltlab.records import frozen
-from tltlab.sim.config import SimulationConfig, decision_interval, file_of_run
+from tltlab.sim.config import SimulationConfig, decision_interval
 from tltlab.sim.scenario import Scenario, policy_name
 from tltlab.sim.tuning.cases import oracle_policy
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -292,29 +292,12 @@ def _recorded(trace: Trace, rl_steps: Sequence[int], seed: int) -> Iterator[_Run
         steps = [step for step in measured_s if forces[step].since == since]
         force = forces[steps[0]]
         scenario = run.scenario(steps, single_shape(fitted, run.iterations, force.policy), acceptance)
+        asynchronous, waiting = None, measured_waiting(trace)
+        if waiting is not None and run.iterations["draft_duration"].notna().any():
+            waited = {"synchronous": True, "waiting": waiting}
+            asynchronous = scheduled(scenario.costs.model_copy(update=waited), synchronous=False)
         yield _Run(
             name=force.name, policy=force.policy, scenario=scenario, entropy=force.entropy(scenario.workers),
-            block=decision_interval(trace), samples=_SAMPLES, asynchronous=_asynchronous(trace, scenario.costs),
+            block=decision_interval(trace), samples=_SAMPLES, asynchronous=asynchronous,
             measured_s=np.array([measured_s[step] for step in steps]),
         )  # fmt: skip
-
-
-def _asynchronous(trace: Trace, costs: CostModel) -> CostModel | None:
-    """Costs with what asynchronous scheduling saves of a plain iteration, which grows linearly with the batch.
-
-    That is measured in quick.json, where stock vLLM has plain iterations of the trace's model with either scheduling.
-    """
-    path = file_of_run(trace, "quick.json")
-    rows = pd.DataFrame([] if path is None else read_object(path).get("rows"))
-    if not {"model", "engine", "row", "scheduling", "batch", "median_s"} <= {*rows}:
-        return None
-    alike = rows["model"].map(lambda name: str(trace.manifest.model).startswith(str(name)))
-    plain = rows[alike & (rows["engine"] == "stock") & (rows["row"] == "plain step")]
-    seconds = plain.pivot_table(index="batch", columns="scheduling", values="median_s").dropna()
-    assert trace.iterations is not None
-    seconds = seconds[seconds.index <= trace.iterations["batch"].max()]
-    if len(seconds) < 2 or not {"synchronous", "asynchronous"} <= {*seconds}:
-        return None
-    saved = np.polyfit(seconds.index.to_numpy(), seconds["synchronous"] - seconds["asynchronous"], 1)
-    less = dict(zip(("per_request_s", "base_s"), saved, strict=True))
-    return costs.model_copy(update={name: max(0.0, costs.need(name) - max(0.0, s)) for name, s in less.items()})

@@ -33,20 +33,14 @@ from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableSpec
 from tltlab.records import frozen
-from tltlab.sim.config import (
-    SimulationConfig,
-    check_keywords,
-    decision_interval,
-    file_of_run,
-    has_epochs,
-)
+from tltlab.sim.config import SimulationConfig, check_keywords, decision_interval, has_epochs
 from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import Scenario, policy_name
 from tltlab.sim.simulate import SimResult, simulated
 from tltlab.sim.tuning.search import best_table
 from tltlab.state import DrafterState
 from tltlab.stats import Interval, format_speed_up, interval_ends, paired_speed_up
-from tltlab.traces.trace import Manifest, Trace
+from tltlab.traces.trace import Manifest, Trace, file_of_run
 
 from .band import Band, InputErrors, SpeedUp, Times, bands
 from .logged import LoggedRun, Running

@@ -109,6 +109,7 @@ def made_up(num_groups: int, num_samples: int, response_tokens: int) -> list[Vis
 def visit(spec: ModelFreeSpec, groups: Sequence[Visits], depth: int, with_history: bool) -> dict[str, float | None]:
     """Replay the responses in this process with a fresh drafter."""
     drafter = spec.make()
+    drafter.begin(0)
     gc.collect()
     before = resident_bytes()
     if with_history:

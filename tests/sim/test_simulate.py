@@ -480,6 +480,20 @@ def test_what_no_drafter_of_run_drafts_is_refused(ask, naming):
         ask()
 
 
+def test_an_engine_that_waits_takes_its_waiting_longer():
+    costs = "vllm:1xH200:Qwen2.5-7B"
+    as_is, fast, slow = (
+        simulate(lengths(100), "none", costs=costs, scheduling=scheduling).summary
+        for scheduling in (None, "asynchronous", "synchronous")
+    )
+    assert as_is["makespan_s"] == fast["makespan_s"]
+    longer_s = 100 * load_costs(costs).waiting.seconds(1)
+    assert slow["makespan_s"] - fast["makespan_s"] == pytest.approx(longer_s, rel=0.02)
+    assert slow["costs"] == f"{costs}, synchronous"
+    with refused(ConfigError, naming=("waiting", "tltlab profile")):
+        simulate(lengths(100), "none", costs="cpu-small", scheduling="synchronous")
+
+
 def test_costs_of_nothing_have_no_regret():
     summary = simulate(lengths(10), "none", costs=FREE).summary
     assert (summary["makespan_s"], summary["lower_bound_s"], summary["regret"]) == (0.0, 0.0, None)

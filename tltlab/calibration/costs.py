@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Flags, Floats
 from tltlab.costs import linear, roofline, table
-from tltlab.costs.base import CostModel, Fit, Fitted
+from tltlab.costs.base import CostModel, Fit, Fitted, Waiting
 from tltlab.costs.evidence import Evidence
 from tltlab.costs.noise import IterationNoise, fit_noise
 from tltlab.costs.roofline import Hardware
-from tltlab.costs.samples import Iterations
+from tltlab.costs.samples import Iterations, robust_fit
 from tltlab.errors import ConfigError
 from tltlab.records import frozen
 from tltlab.traces.trace import Trace
@@ -31,7 +32,7 @@ from .cross_validation import (
     held_out_errors,
     step_folds,
 )
-from .iterations import iterations_of, measured_rows, recorded_rows
+from .iterations import iterations_of, measured_rows, measured_waiting, recorded_rows
 from .residuals import coverage, residuals, seconds_of, worker_sums
 
 KINDS = ("linear", "roofline", "table")
@@ -99,8 +100,10 @@ def fit_trace(
     engine = trace.manifest.name or (trace.path.name if trace.path else "this trace")
     notes = coverage(iterations, trace.steps)
     found, predicted_s = _fitted(kind, hardware, rows, masks, notes, engine=engine, recorded=True)
-    noise = _noise(iterations, predicted_s)
-    return replace(found, costs=found.costs.model_copy(update={"noise": noise}))
+    update: dict[str, Any] = {"noise": _noise(iterations, predicted_s)}
+    if found.costs.waiting is None:
+        update["waiting"] = measured_waiting(trace)
+    return replace(found, costs=found.costs.model_copy(update=update))
 
 
 def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | None = None) -> CostFit:
@@ -124,6 +127,7 @@ def _fitted(
 ) -> tuple[CostFit, Floats]:  # fmt: skip
     """The fit to these rows, each of `masks` left out in turn, and the rows' seconds by it; more `notes` are added."""
     fit = fit_of(kind, hardware, recorded=recorded)
+    rows, scheduling = _scheduled_alike(rows, engine)
     fitted = fit(rows)
     held_out = _held_out(fit, rows, masks, notes)
     known = held_out.dropna(subset=["predicted_s"])
@@ -135,12 +139,33 @@ def _fitted(
     evidence = _evidence(engine, rows, fitted, fold, errors)
     found = CostFit(
         kind=kind,
-        costs=fitted.costs.model_copy(update={"notes": (*fitted.costs.notes, *notes), "evidence": evidence}),
+        costs=fitted.costs.model_copy(
+            update={"notes": (*fitted.costs.notes, *notes), "evidence": evidence, **scheduling}
+        ),
         residuals=residuals(rows, fitted.predicted_s),
         sums=worker_sums(seconds_of(rows, fitted.predicted_s)[: None if recorded else 0]),
         cross_validation=held_out_errors(held_out),
     )
     return found, fitted.predicted_s
+
+
+def _scheduled_alike(rows: Iterations, source: str) -> tuple[Iterations, dict[str, Any]]:
+    """The rows as without waiting for the host, where some of them waited and some did not; fields of the costs."""
+    waited, unknown = rows.synchronous == 1.0, np.isnan(rows.synchronous)
+    if not waited.any() or not (rows.synchronous == 0.0).any():
+        return rows, {"synchronous": None if unknown.any() else bool(waited.any())}
+    plain = rows.where((rows.regime == 0) & ~unknown)
+    columns = {
+        "base_s": np.ones(len(plain)),
+        "per_request_s": plain.batch,
+        "per_context_s": plain.context,
+        "waiting": plain.synchronous,
+        "waiting, per request": plain.synchronous * plain.batch,
+    }
+    found = robust_fit(columns, plain.seconds, plain.group, plain.block).coefficients
+    waiting = Waiting(base_s=found["waiting"] or 0.0, per_request_s=found["waiting, per request"] or 0.0, source=source)
+    alike = replace(rows, seconds=rows.seconds - waited * waiting.seconds(rows.batch))
+    return alike, {"synchronous": False, "waiting": waiting}
 
 
 def _evidence(engine: str, rows: Iterations, fit: Fitted, fold: str, errors: pd.Series[float]) -> Evidence:

@@ -8,11 +8,13 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Floats
+from tltlab.costs.base import Waiting
 from tltlab.costs.samples import Iterations
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError, did_you_mean
+from tltlab.files import read_object
 from tltlab.strategy import NO_SPECULATION
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import Trace, file_of_run
 
 REQUIRED = ("batch", "tokens_to_verify", "context_tokens", "seconds")
 OPTIONAL = {"draft_depth": 0.0, "top_k": 1.0, "prefill_tokens": 0.0}
@@ -44,6 +46,8 @@ def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None, drafte
         with_drafter |= set(with_policy.tolist())
     draft, following = table["draft_duration"], table["next_draft_depth"]
     drafted = following.fillna(depth)
+    # Drafting is timed where the engine waits for its drafts.
+    synchronous = np.where(draft.notna(), 1.0, np.where(following.notna(), 0.0, np.nan))
     batch, prefill = table["batch"].to_numpy(np.float64), table["prefill_tokens"].to_numpy(np.float64)
     num_drafted = table["num_drafted"].to_numpy(np.float64)
     return Iterations(
@@ -63,8 +67,31 @@ def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None, drafte
         draft_s=np.asarray(draft.fillna(0.0), np.float64),
         draft_known=(draft.notna() & following.notna()).to_numpy(),
         seconds=table["duration"].to_numpy(np.float64),
+        synchronous=synchronous,
         block=np.asarray(table.groupby(["rl_step", "worker"]).ngroup(), np.int64),
     )
+
+
+def measured_waiting(trace: Trace) -> Waiting | None:
+    """What waiting for the host takes an engine, up to the trace's largest batch, None where it was not measured.
+
+    It was in a rehearsal: its quick.json has plain iterations of stock vLLM with either scheduling, of the trace's
+    model.
+    """
+    path = file_of_run(trace, "quick.json")
+    rows = pd.DataFrame([] if path is None else read_object(path).get("rows"))
+    if not {"model", "engine", "row", "scheduling", "batch", "median_s"} <= {*rows} or trace.iterations is None:
+        return None
+    alike = rows["model"].map(lambda name: str(trace.manifest.model).startswith(str(name)))
+    plain = rows[alike & (rows["engine"] == "stock") & (rows["row"] == "plain step")]
+    seconds = plain.pivot_table(index="batch", columns="scheduling", values="median_s").dropna()
+    seconds = seconds[seconds.index <= trace.iterations["batch"].max()]
+    if len(seconds) < 2 or not {"synchronous", "asynchronous"} <= {*seconds}:
+        return None
+    per_request_s, base_s = np.polyfit(
+        seconds.index.to_numpy(), seconds["synchronous"] - seconds["asynchronous"], 1
+    ).clip(0.0)
+    return Waiting(base_s=base_s, per_request_s=per_request_s, source=f"quick.json of {trace.manifest.name}")
 
 
 def _levels(drafter: pd.Series[str], depth: Floats, drafters: Drafters) -> Floats:
@@ -86,6 +113,7 @@ def measured_rows(points: pd.DataFrame) -> Iterations:
         )
     )  # fmt: skip
     unknown, nothing = np.zeros(len(points), dtype=bool), np.zeros(len(points), np.int64)
+    scheduling = points.get("scheduling", pd.Series(None, points.index))
     drafter = points.get("drafter", pd.Series("learned", points.index)).fillna("learned")
     return Iterations(
         rl_step=nothing,
@@ -104,6 +132,7 @@ def measured_rows(points: pd.DataFrame) -> Iterations:
         draft_s=np.zeros(len(points)),
         draft_known=unknown,
         seconds=seconds,
+        synchronous=np.asarray(scheduling.map({"synchronous": 1.0, "asynchronous": 0.0}), np.float64),
         block=np.arange(len(points)),
     )
 
@@ -125,7 +154,8 @@ def checked(points: pd.DataFrame, place: str = "measured iterations") -> pd.Data
     A row is one measured iteration: `batch` requests, each verifying `tokens_to_verify` tokens (the pending one
     counts), contexts that sum to `context_tokens`, `prefill_tokens` prompt tokens next to them, in `seconds`.
     `draft_depth` levels of `top_k` branches were drafted within that time, by `drafter` where that column is there: a
-    roofline gives model-free ones no network. Raises ConfigError.
+    roofline gives model-free ones no network. `scheduling`, where it is there, is synchronous or asynchronous. Raises
+    ConfigError.
 
     >>> checked(pd.DataFrame({"batch": [1], "tokens_to_verify": [1], "context_tokens": [9], "seconds": [0.1]})).shape
     (1, 7)

@@ -99,7 +99,7 @@ def what_if(
 def _simulation(answer: WhatIf, accept: float | None, lengths: Path, policy: Path) -> str:
     """Return the command that simulates the policy that was found as it was found."""
     asked = answer.config
-    names = ("gpus", "model", "engine", "tp", "costs", "workers", "acceptance", "placement", "rl_steps")
+    names = ("gpus", "model", "engine", "tp", "scheduling", "costs", "workers", "acceptance", "placement", "rl_steps")
     named = {name.replace("_", "-"): getattr(asked, name) for name in names}
     if accept is not None:
         named["acceptance"] = f"{answer.best.drafter}=geometric:{accept:g}"

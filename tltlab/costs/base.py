@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field, PositiveInt, field_validator
 
 from tltlab.arrays import Floats
-from tltlab.config import StoredModel
+from tltlab.config import FrozenModel, StoredModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.records import frozen
@@ -28,6 +28,21 @@ if TYPE_CHECKING:
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 DRAFTING = ("per_token_s", "sd_base_s", "sd_idle_s", "draft_level_s", "draft_level_per_request_s")
 """Terms that only iterations with drafts show."""
+
+
+class Waiting(FrozenModel):
+    """What an iteration takes longer where the engine is scheduled synchronously: the device waits for the host.
+
+    Linear in the batch; `source` says where it was measured.
+    """
+
+    base_s: Seconds
+    per_request_s: Seconds
+    source: str
+
+    def seconds(self, batch: float | Floats) -> Any:
+        """Return the seconds at a batch size, or at each of several."""
+        return self.base_s + self.per_request_s * batch
 
 
 class Coefficients:
@@ -60,8 +75,9 @@ class CostModel(Coefficients, StoredModel, ABC):
     cut, at the cost `IterationCost.added_s`. `graph_sizes` pads an iteration's tokens up to the next size, beyond
     the largest nothing is padded. `switch_s` is what it takes to bring speculation in after plain decoding, once in a
     rollout: the drafter then stays loaded (`sd_idle_s`). `outside_s` is what a rollout takes before its first
-    iteration, and beside all of them: starting, collecting. `calibrated` is the range of the fit's data, `noise` the
-    scatter of iterations around the fit, `evidence` its errors.
+    iteration, and beside all of them: starting, collecting. `synchronous` says whether the engine waited for the host
+    between these iterations, `waiting` what that takes; None where it is not known. `calibrated` is the range of the
+    fit's data, `noise` the scatter of iterations around the fit, `evidence` its errors.
     """
 
     switch_s: Seconds = 0.0
@@ -70,6 +86,8 @@ class CostModel(Coefficients, StoredModel, ABC):
     max_num_seqs: PositiveInt | None = None
     max_num_batched_tokens: PositiveInt | None = None
     graph_sizes: tuple[PositiveInt, ...] | None = None
+    synchronous: bool | None = None
+    waiting: Waiting | None = None
     calibrated: CalibratedRange | None = None
     noise: IterationNoise | None = None
     evidence: Evidence | None = None

@@ -21,7 +21,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.hardware import DTYPE_BYTES, GPUS, MODELS, Dtype, Gpu, ModelShape, gpu, kv_capacity_tokens, model
 
-from .base import Seconds
+from .base import Seconds, Waiting
 from .evidence import FURTHER, SPECULATING, CalibratedRange, Error, Evidence, Span
 from .roofline import Constants, Ideal, RooflineCosts, prefill_token_s, rounded_max
 
@@ -60,6 +60,8 @@ MOST_EFFICIENT = 1.0
 """Share of a data sheet's rates: no kernel reads or computes faster."""
 MOST_OF_EXPERTS = 1.2
 """Efficiency of reading experts relative to other weights; above 1 fewer experts would be read than are used."""
+VLLM_WAITING = Waiting(base_s=1.689e-3, per_request_s=8.4e-6, source="vLLM 0.32 at the shape of Qwen2.5-7B on one H200")
+"""Plain iterations at batch 1 to 256, `traces/h200-rehearsal/quick.json`."""
 _SHARPNESS = 12.0
 _LONG_PROMPT = 8_000
 _SHORT_OF_INTERPOLATED = 0.45
@@ -422,6 +424,8 @@ def profile_costs(
         kv=kv,
         draft_vocab=profile.draft_vocab,
         constants=constants,
+        synchronous=False if engine == ENGINE else None,
+        waiting=VLLM_WAITING if engine == ENGINE else None,
         evidence=fit.evidence(engine, device.name, shape, kind).model_copy(update={"other_engines": others}),
         kv_capacity_tokens=kv_capacity_tokens(device, shape, tp, weights=kind, kv=kv),
         calibrated=CalibratedRange(batch=(min(b[0] for b in batches), max(b[1] for b in batches))),

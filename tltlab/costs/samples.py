@@ -51,7 +51,8 @@ class Iterations:
     An iteration verified: `verified` tokens (`tokens_to_verify` per request) of drafts that are `depth` deep. Within
     its `seconds` it drafted: `next_depth` and `draft_s`, 0 where `draft_known` is False. `drafted_depth` is the
     depth that counts where only one is known for an iteration, and `levels` the part of it that a network drafted.
-    `loaded`: a drafter was in memory in that RL step. `block` numbers the rollouts of workers from 0.
+    `loaded`: a drafter was in memory in that RL step. `synchronous` is 1 where the engine waited for the host, 0 where
+    it did not, NaN where that is not known. `block` numbers the rollouts of workers from 0.
     """
 
     rl_step: Ints
@@ -70,6 +71,7 @@ class Iterations:
     draft_s: Floats
     draft_known: Flags
     seconds: Floats
+    synchronous: Floats
     block: Ints
 
     def __len__(self) -> int:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SerializeAsAny, WrapValidator
 
 from tltlab.drafters.specs import STANDARD, Drafters
+from tltlab.errors import ConfigError
 from tltlab.records import frozen
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -30,6 +31,7 @@ class ScaledCosts(CostModel):
     Speculative iterations take `speculative` times that. `overhead` multiplies all that speculation adds to a plain
     iteration at the same batch, drafting and verification alike. With `pass_share` drafting takes that share of the
     target's plain pass: once per drafted token, like the first layers of the target, or once in all for a `block`.
+    `added_base_s` and `added_per_request_s` are added to each iteration, or taken from it.
 
     >>> base = LinearCosts(base_s=4e-3, per_request_s=0, per_token_s=1e-3, per_context_s=0, sd_base_s=0,
     ...                    sd_idle_s=0, draft_level_s=1e-3, draft_level_per_request_s=0)
@@ -45,6 +47,8 @@ class ScaledCosts(CostModel):
     overhead: Share = 1.0
     pass_share: Share | None = None
     block: bool = False
+    added_base_s: float = 0.0
+    added_per_request_s: float = 0.0
 
     @classmethod
     def wrapping(cls, costs: CostModel, **changes: Any) -> Self:
@@ -80,6 +84,8 @@ class ScaledCosts(CostModel):
             overhead=self.overhead,
             draft_passes=passes,
             tokens_to_verify=cost.tokens_to_verify,
+            added_base_s=self.added_base_s,
+            added_per_request_s=self.added_per_request_s,
         )
 
     def prefill_s(self, tokens: float) -> float:
@@ -96,11 +102,14 @@ class ScaledIteration(IterationCost):
     overhead: float
     draft_passes: float | None
     tokens_to_verify: float
+    added_base_s: float = 0.0
+    added_per_request_s: float = 0.0
 
     def without_context_s(self, batch: int) -> float:
         plain_s = self.plain.without_context_s(batch)
         verified_s = self.cost.without_context_s(batch) - self.cost.draft_s(batch)
-        return self.level * (plain_s + self.overhead * (verified_s - plain_s)) + self.draft_s(batch)
+        added_s = self.added_base_s + self.added_per_request_s * batch
+        return self.level * (plain_s + self.overhead * (verified_s - plain_s)) + self.draft_s(batch) + added_s
 
     def context_slope_s(self, batch: int) -> float:
         return self.level * self.cost.context_slope_s(batch)
@@ -112,3 +121,26 @@ class ScaledIteration(IterationCost):
 
     def added_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
         return self.level * self.cost.added_s(batch, prompt_tokens, apart_s / self.level)
+
+
+def scheduled(costs: CostModel, *, synchronous: bool) -> CostModel:
+    """Costs of the same engine where it waits for the host between iterations, or does not.
+
+    ConfigError where `costs` do not know what waiting takes, and where it takes longer than an iteration.
+    """
+    if costs.synchronous == synchronous:
+        return costs
+    if costs.synchronous is None or costs.waiting is None:
+        raise ConfigError(
+            "these costs do not say what waiting for the host takes (synchronous, waiting): take those of an engine "
+            "profile (vllm) or of a `tltlab profile` on a GPU, which times both ways of scheduling"
+        )
+    sign = 1.0 if synchronous else -1.0
+    if costs.iteration(NO_SPECULATION).without_context_s(1) + sign * costs.waiting.seconds(1) <= 0:
+        raise ConfigError(f"an iteration takes less than its waiting for the host, by {costs.waiting.source}")
+    return ScaledCosts.wrapping(
+        costs,
+        synchronous=synchronous,
+        added_base_s=sign * costs.waiting.base_s,
+        added_per_request_s=sign * costs.waiting.per_request_s,
+    )

@@ -19,8 +19,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
+from tltlab.calibration.iterations import measured_waiting, recorded_rows
 from tltlab.calibration.logged import COLLAPSED
 from tltlab.calibration.stages import rollout_rows
+from tltlab.costs.profiles import VLLM_WAITING
 from tltlab.errors import ConfigError, one_line
 from tltlab.records import frozen
 from tltlab.stats import SIDE, Interval, change_point, mean_of_few
@@ -50,7 +52,7 @@ ENOUGH_FOR_TREND = 6  # RL steps of iterations from which a fall is looked for
 ENOUGH_DRAFTS = 200  # drafts below which a rollout's acceptance is noise: its standard error is then some 5 %
 FLIPS_PER_100 = 10  # on-off switches per 100 iterations: as many as a hold of 10, TLT's default, allows
 STARVED = 0.95  # mean length trained on over that generated below which the policy is taught to be short
-WAITING = 0.02  # share of rollouts spent waiting for the drafter's trainers from which it is worth a setting
+WAITING = 0.02  # share of the time spent waiting, for trainers or the host, from which it is worth a setting
 QUOTE_LETTERS = 240
 LINES_BEFORE = 40  # lines before an error that belong to it: a traceback through vLLM has some 30
 GROWN_SHARE = 0.1  # share of the RL step by which a stage must grow: below it there is little to gain
@@ -603,12 +605,16 @@ def slow_worker(run: RunEvidence) -> Findings:
             return
 
 
+def _need_gpu(run: RunEvidence, why: str) -> None:
+    hardware = run.known.manifest.hardware
+    need(hardware, "the hardware is not known")
+    need("CPU" not in str(hardware), why)
+
+
 @check("no-graph", "decoding runs in full CUDA graphs")
 def no_graph(run: RunEvidence) -> Findings:
     """On a GPU, decoding runs in piecewise CUDA graphs, or in none."""
-    hardware = run.known.manifest.hardware
-    need(hardware, "the hardware is not known")
-    need("CPU" not in str(hardware), "CUDA graphs exist on GPUs only")
+    _need_gpu(run, "CUDA graphs exist on GPUs only")
     table = run.decoding[run.decoding["graph"].notna()]
     need(len(table), "the trace has no CUDA graphs of iterations (graph in iterations.parquet)")
     total_s = table["duration"].sum()
@@ -637,6 +643,27 @@ def no_graph(run: RunEvidence) -> Findings:
         f"{lacking['batch'].max()}.",
         advice,
     )
+
+
+@check("waits-for-host", "engines do not wait for the host between iterations")
+def waits_for_host(run: RunEvidence) -> Findings:
+    """On a GPU, iterations are scheduled synchronously: the device waits while the host schedules."""
+    _need_gpu(run, "vLLM schedules synchronously on a CPU")
+    table = run.iterations
+    known = recorded_rows(table).synchronous
+    need((known >= 0).any(), "the trace does not tell how iterations were scheduled (draft_duration)")
+    waited = table[known == 1.0]
+    waiting = measured_waiting(run.known) or VLLM_WAITING
+    lost_s = float(waiting.seconds(waited["batch"]).sum())
+    share = lost_s / table["duration"].sum()
+    if share > WAITING:
+        yield hint(
+            "Engines wait for the host between iterations",
+            f"{len(waited)} of {len(table)} iterations were scheduled synchronously, which takes about {lost_s:.3g} s, "
+            f"{share:.0%} of their time, by {waiting.source}.",
+            "Leave async_scheduling out where vLLM can make drafts late. What a rollout gains: tltlab simulate "
+            "--scheduling asynchronous.",
+        )
 
 
 @check("long-starved", "training sees the lengths that are generated")

@@ -436,6 +436,14 @@ def check_source(path: Path) -> None:
         raise TraceError(f"{path}: a pipe, a device or a socket; give a file or a folder")
 
 
+def file_of_run(trace: Trace, name: str) -> Path | None:
+    """The file of that name in the trace's folder, else in the RUN folder that the trace is part of."""
+    if trace.path is None:
+        return None
+    folders = (trace.path, run_folder(trace.path))
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
 def run_folder(trace: Path) -> Path:
     """The RUN folder that a trace folder is part of, else that folder."""
     return trace.parent if trace.name == "trace" else trace

@@ -22,9 +22,11 @@ from tltlab.calibration.iterations import checked, measured_rows, read_step_time
 from tltlab.cli.calibrate import calibrate as command
 from tltlab.console import JSON, running
 from tltlab.costs import roofline, table
+from tltlab.costs.base import Waiting
 from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.costs.roofline import Hardware, RooflineCosts
+from tltlab.costs.scaled import scheduled
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, Policy
@@ -39,6 +41,7 @@ LINEAR = LinearCosts(
     draft_level_s=2e-4, draft_level_per_request_s=0.0, prefill_per_token_s=2e-5,
 )  # fmt: skip
 CONSTANTS = models.CONSTANTS.model_copy(update={"sd_idle_s": 0.0})
+WAITING = Waiting(base_s=1.5e-3, per_request_s=2e-5, source="")
 ON_H100 = {"gpu": "H100", "model": "Qwen2.5-7B", "tp": 1}
 H100 = Hardware(**ON_H100)
 ROOFLINE = RooflineCosts(**ON_H100, constants=CONSTANTS)
@@ -133,6 +136,46 @@ def test_costs_are_found_in_a_table(truth, kind, rel, error):
     assert found.sums.empty
     assert list(found.cross_validation["fold"]) == [*(f"batch {b}" for b in BATCHES), "overall"]
     assert found.cross_validation["num"].iloc[-1] == len(points)
+
+
+def waited(table, seconds, waits):
+    """Rows with what waiting for the host takes in those that wait."""
+    return table[seconds] + waits * (WAITING.base_s + WAITING.per_request_s * table["batch"])
+
+
+@pytest.mark.parametrize("kind", ["linear", "table", "recorded"])
+def test_waiting_is_told_apart_where_engines_did_and_did_not(run, kind):
+    if kind == "recorded":
+        table = run.table("iterations")
+        waits = table["rl_step"] % 2
+        durations = {"draft_duration": table["draft_duration"].where(waits > 0)}
+        durations["duration"] = waited(table, "duration", waits)
+        both = run.replace(iterations=table.assign(**durations))
+        costs, one = fit_trace(both).costs, fit_trace(run).costs
+    else:
+        rows = grid(LINEAR)
+        slow = rows.assign(seconds=waited(rows, "seconds", 1), scheduling="synchronous")
+        fast = rows[rows["draft_depth"] == 0].assign(scheduling="asynchronous")
+        costs, one = (fit_points(checked(t), kind).costs for t in (pd.concat([slow, fast]), slow))
+    assert (costs.synchronous, one.synchronous, one.waiting) == (False, True, None)
+    assert costs.waiting.base_s == pytest.approx(WAITING.base_s, rel=0.02)
+    assert costs.waiting.per_request_s == pytest.approx(WAITING.per_request_s, rel=0.02)
+    # Drafting is inside the recorded iterations that did not wait.
+    same_times(costs, LINEAR, rel=0.03, at=RECORDED[-1:] if kind == "recorded" else RECORDED)
+    slower, faster = (scheduled(costs, synchronous=way) for way in (True, False))
+    assert faster is costs
+    for batch in (1, 8):
+        plain = [each.iteration(Strategy.chain("learned", 2)).seconds(batch, 0) for each in (slower, costs)]
+        assert plain[0] - plain[1] == pytest.approx(costs.waiting.seconds(batch))
+    again = scheduled(slower.model_copy(update={"synchronous": True}), synchronous=False)
+    same_times(again, costs, rel=1e-9)
+
+
+def test_a_rehearsals_steps_price_waiting():
+    costs = fit_trace(read(SHIPPED / "h200-rehearsal"), most_folds=0).costs
+    assert costs.synchronous
+    # Stock vLLM took 1.39, 1.70 and 2.70 ms longer at batch 1, 8 and 64.
+    assert [round(1e3 * costs.waiting.seconds(batch), 1) for batch in (1, 8, 64)] == [1.5, 1.6, 2.7]
 
 
 def test_chains_leave_drafting_per_request_inside_verification():

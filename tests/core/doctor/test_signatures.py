@@ -127,6 +127,15 @@ def in_graphs(kind, hardware="8 x H100"):
     return trace.replace(manifest=manifest, iterations=iterations.assign(graph=iterations["draft_depth"].map(kind)))
 
 
+def waiting(*, waits=True, hardware="8 x H100"):
+    """A run on GPUs whose engines wait for the host, or not; None: it does not say."""
+    trace = trace_of(SOUND)
+    table = trace.table("iterations").assign(draft_duration=0.0 if waits else None)
+    if waits is None:
+        table["next_draft_depth"] = None
+    return trace.replace(manifest=trace.manifest.model_copy(update={"hardware": hardware}), iterations=table)
+
+
 def trained(num, *, setup_s=0.2, train_s=3.0, updates=10):
     """Training periods of worker 0, one per RL step."""
     times = {"t_start": 0.0, "duration": setup_s + train_s, "setup_s": setup_s, "train_s": train_s}
@@ -181,6 +190,7 @@ FIRES = [
     ("no-graph", in_graphs(lambda depth: "full" if depth else "piecewise"), ("(100%) at plain decoding",)),
     ("no-graph", in_graphs(lambda depth: "piecewise"), ("hint",)),
     ("no-graph", in_graphs(lambda depth: "eager"), ("problem", "100% in none", "0% of decoding time")),
+    ("waits-for-host", waiting(), ("hint", "% of their time", "H200")),
     ("interrupted", RunEvidence(unfinished=Path("a.recording")), ("problem", "a.recording")),
     ("interrupted", noted("on a spot machine; repaired: 3 of 4"), ("hint", '"repaired: 3 of 4"')),
     ("canary-collapsed", happened(f"worker 1: {verdict('collapsed').sentence}"), ("problem", "[RL steps 1]")),
@@ -208,6 +218,7 @@ QUIET = [
     ("drafter-never-published", drafting("always", version=1)),
     ("waits-for-training", trained(8, setup_s=0.0, train_s=1e-3)),
     ("no-graph", in_graphs(lambda depth: "full")),
+    ("waits-for-host", waiting(waits=False)),
     ("interrupted", trace_of(SMALL)),
     ("deaths", happened("no training: the schedule is never", "the run stopped: KeyboardInterrupt: ")),
     ("deaths", happened(verdict("fine").sentence)),
@@ -225,6 +236,8 @@ LACKING = [
     ("waits-for-training", SMALL, "drafter"),
     ("no-graph", in_graphs(lambda depth: None), "graph"),
     ("no-graph", in_graphs(lambda depth: "eager", "2 CPU cores"), "GPU"),
+    ("waits-for-host", waiting(waits=None), "draft_duration"),
+    ("waits-for-host", waiting(hardware="2 CPU cores"), "CPU"),
     ("long-starved", SMALL, "length_bias"),
     ("deaths", SMALL, "events.jsonl"),
 ]

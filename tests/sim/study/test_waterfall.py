@@ -144,7 +144,7 @@ def test_a_report_has_the_waterfall_of_each_policy():
     trace = read(TRACES / "h200-rehearsal")
     pictures, table = waterfall_part(trace, compute=True).blocks
     assert pictures.names == ("none", "ngram:4", "adaptive")
-    assert "synchronous tax 0.96 s" in pictures.pictures[-1].alt
+    assert "synchronous tax 0.973 s" in pictures.pictures[-1].alt
     assert [row[0] for row in table.rows][:3] == ["bound", "drafting", "synchronous tax"]
     assert "--no-verify" in waterfall_part(trace, compute=False).reason
     assert "recorded" in waterfall_part(read(TRACES / "base-rl-16k"), compute=True).reason
