@@ -23,7 +23,7 @@ from tltlab.config import faults_in
 from tltlab.console import table
 from tltlab.costs.base import CostModel
 from tltlab.costs.profiles import find_gpu, find_model, listed
-from tltlab.costs.roofline import Hardware, RooflineCosts
+from tltlab.costs.roofline import Hardware
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import guess, read
@@ -47,7 +47,7 @@ class CalibrateConfig:
     )
     rl_steps: RlSteps = None
     kind: str = option(f"Kind of costs: {', '.join(KINDS)}.", "linear")
-    gpu: str | None = option("GPU of the data, such as H100, or a JSON file; a roofline needs it.")
+    gpu: str | None = option("GPU of the data, such as H100, or a JSON file: gives a table its shape.")
     model: str | None = option("Model of the data, such as Qwen2.5-32B, or its config.json.")
     tp: int | None = option("GPUs that each worker ran on.")
     acceptance: str = option(f"Kind of acceptance: {', '.join(ACCEPTANCE_KINDS)}.", "by-batch")
@@ -243,7 +243,7 @@ def _terms(costs: CostModel) -> dict[str, float | None]:
         knots += [(f"batch {k.batch}, per_context_s", k.per_context_s) for k in costs.attention]
         named: dict[str, float | None] = dict(knots)
     else:
-        named = costs.constants.model_dump() if isinstance(costs, RooflineCosts) else {}
+        named = {}
     named |= {name: value for name, value in costs.model_dump().items() if name.endswith("_s") and name != "switch_s"}
     if costs.noise is not None:
         named["noise (spread, relative)"] = costs.noise.spread

@@ -213,7 +213,7 @@ class RecordedRun:
 
     @cached_property
     def _rows(self) -> Iterations:
-        return recorded_rows(self.iterations, self.trace.steps, self.trace.drafters)
+        return recorded_rows(self.iterations, self.trace.steps)
 
     @cached_property
     def overhead_s(self) -> pd.Series[float]:

@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Flags, Floats
-from tltlab.costs import linear, roofline, table
-from tltlab.costs.base import CostModel, Fit, Fitted, Waiting
+from tltlab.costs import linear, table
+from tltlab.costs.base import CostModel, Fit, Waiting
 from tltlab.costs.evidence import Evidence
 from tltlab.costs.noise import IterationNoise, fit_noise
 from tltlab.costs.roofline import Hardware
@@ -27,7 +27,6 @@ from tltlab.traces.trace import Trace
 
 from .cross_validation import (
     MOST_FOLDS,
-    error_bound_90,
     error_quantiles,
     held_out_errors,
     step_folds,
@@ -35,7 +34,7 @@ from .cross_validation import (
 from .iterations import iterations_of, measured_rows, measured_waiting, recorded_rows
 from .residuals import coverage, residuals, seconds_of, worker_sums
 
-KINDS = ("linear", "roofline", "table")
+KINDS = ("linear", "table")
 
 
 @frozen
@@ -64,24 +63,20 @@ class CostFit:
 
 
 def fit_of(kind: str, hardware: Hardware | None, *, recorded: bool) -> Fit:
-    """The fit to recorded iterations or to a table; ConfigError for a kind that is unknown or lacks hardware.
+    """The fit to recorded iterations or to a table; ConfigError for a kind that is unknown, or not for these.
 
-    `hardware` is needed for kind "roofline", and gives a table of measured iterations its shape between the knots.
+    `hardware` gives a table of measured iterations its shape between the knots.
     """
+    if kind == "roofline":
+        raise ConfigError("--kind roofline was removed: a table's --gpu, --model and --tp give it a roofline's shape")
     if kind not in KINDS:
         raise ConfigError(f"unknown kind of costs {kind!r}: there are {', '.join(KINDS)}")
-    if kind == "roofline":
-        if hardware is None:
-            raise ConfigError("a roofline needs GPU, model and tp, for example --gpu H100 --model Qwen2.5-32B --tp 4")
-        return partial(roofline.fit, hardware=hardware, recorded=recorded)
     if kind == "table" and recorded:
-        raise ConfigError(
-            "a table is made of measured iterations (`tltlab profile`): of a recorded trace take linear or roofline"
-        )
+        raise ConfigError("a table is made of measured iterations (`tltlab profile`): of a recorded trace take linear")
     if kind == "table":
         return partial(table.fit, hardware=hardware)
     if hardware is not None:
-        raise ConfigError("linear costs have no use for GPU, model and tp: leave these out, or take --kind roofline")
+        raise ConfigError("linear costs have no use for GPU, model and tp: leave these out, or take --kind table")
     return partial(linear.fit, recorded=recorded)
 
 
@@ -90,11 +85,11 @@ def fit_trace(
 ) -> CostFit:
     """Fit costs to `trace.iterations`; fewer than two folds, or one RL step: no cross-validation.
 
-    The costs' `noise` is of iterations without prefill. `hardware` is for kind "roofline". Raises
-    ConfigError for a trace without iterations and for an unknown kind.
+    The costs' `noise` is of iterations without prefill. Raises ConfigError for a trace without iterations and for
+    another kind than linear.
     """
     iterations = iterations_of(trace)
-    rows = recorded_rows(iterations, trace.steps, trace.drafters)
+    rows = recorded_rows(iterations, trace.steps)
     folds = step_folds(sorted(iterations["rl_step"].unique().tolist()), most_folds)
     masks = {name: np.isin(rows.rl_step, steps) for name, steps in folds.items()}
     engine = trace.manifest.name or (trace.path.name if trace.path else "this trace")
@@ -136,7 +131,7 @@ def _fitted(
     else:
         fold, errors = "batch", known["predicted_s"] / known["measured_s"] - 1.0
         held_out = held_out.drop(columns=["rl_step", "worker"])
-    evidence = _evidence(engine, rows, fitted, fold, errors)
+    evidence = _evidence(engine, rows, fold, errors)
     found = CostFit(
         kind=kind,
         costs=fitted.costs.model_copy(
@@ -168,19 +163,13 @@ def _scheduled_alike(rows: Iterations, source: str) -> tuple[Iterations, dict[st
     return alike, {"synchronous": False, "waiting": waiting}
 
 
-def _evidence(engine: str, rows: Iterations, fit: Fitted, fold: str, errors: pd.Series[float]) -> Evidence:
-    """Evidence for a fit to these rows: errors, as shares, of the parts left out of it, or inside it without any."""
-    depth, fitted, parameter = rows.depth[rows.spec], {}, {}
-    if fit.open is not None:
-        parameter = {"all": error_bound_90(fit.open)}
-        if errors.empty:
-            fitted = {"all": error_quantiles(fit.predicted_s / rows.seconds - 1.0)}
+def _evidence(engine: str, rows: Iterations, fold: str, errors: pd.Series[float]) -> Evidence:
+    """Evidence for a fit to these rows: errors, as shares, of the parts left out of it."""
+    depth = rows.depth[rows.spec]
     return Evidence(
         engine=engine,
         speculation=bool(len(depth)),
         left_out={} if errors.empty else {fold: error_quantiles(errors)},
-        fitted=fitted,
-        parameter=parameter,
         draft_depth=(float(depth.min()), float(depth.max())) if len(depth) else None,
     )
 

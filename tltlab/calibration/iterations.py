@@ -7,22 +7,19 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from tltlab.arrays import Floats
 from tltlab.costs.base import Waiting
 from tltlab.costs.samples import Iterations
-from tltlab.drafters.specs import STANDARD, Drafters
-from tltlab.errors import ConfigError, did_you_mean
+from tltlab.errors import ConfigError
 from tltlab.files import read_object
-from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.trace import Trace, file_of_run
 
 REQUIRED = ("batch", "tokens_to_verify", "context_tokens", "seconds")
-OPTIONAL = {"draft_depth": 0.0, "top_k": 1.0, "prefill_tokens": 0.0}
+OPTIONAL = {"draft_depth": 0.0, "prefill_tokens": 0.0}
 """Columns that may be missing or empty, and what that means."""
 _LEAST = {
-    "batch": 1, "tokens_to_verify": 1, "context_tokens": 0, "draft_depth": 0, "top_k": 1, "prefill_tokens": 0,
+    "batch": 1, "tokens_to_verify": 1, "context_tokens": 0, "draft_depth": 0, "prefill_tokens": 0,
 }  # fmt: skip
-_WHOLE = ("batch", "draft_depth", "top_k")
+_WHOLE = ("batch", "draft_depth")
 
 
 def iterations_of(trace: Trace) -> pd.DataFrame:
@@ -33,11 +30,8 @@ def iterations_of(trace: Trace) -> pd.DataFrame:
     return table
 
 
-def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None, drafters: Drafters = STANDARD) -> Iterations:
-    """Rows of iterations.parquet; steps.parquet marks RL steps in which a drafter was loaded without ever drafting.
-
-    Raises ConfigError for a drafter that is not among `drafters`.
-    """
+def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None) -> Iterations:
+    """Rows of iterations.parquet; steps.parquet marks RL steps in which a drafter was loaded without ever drafting."""
     depth = table["draft_depth"]
     spec = depth.to_numpy() > 0
     with_drafter = set(table.loc[spec, "rl_step"].unique().tolist())
@@ -45,7 +39,6 @@ def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None, drafte
         with_policy = steps.loc[steps["policy"].notna() & (steps["policy"] != "none"), "rl_step"]
         with_drafter |= set(with_policy.tolist())
     draft, following = table["draft_duration"], table["next_draft_depth"]
-    drafted = following.fillna(depth)
     # Drafting is timed where the engine waits for its drafts.
     synchronous = np.where(draft.notna(), 1.0, np.where(following.notna(), 0.0, np.nan))
     batch, prefill = table["batch"].to_numpy(np.float64), table["prefill_tokens"].to_numpy(np.float64)
@@ -59,11 +52,8 @@ def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None, drafte
         tokens_to_verify=1.0 + num_drafted / np.maximum(batch, 1.0),
         verified=batch + num_drafted,
         depth=depth.to_numpy(np.int64),
-        top_k=table["top_k"].to_numpy(np.float64),
         loaded=table["rl_step"].isin(list(with_drafter)).to_numpy(),
         next_depth=np.asarray(following.fillna(0), np.float64),
-        drafted_depth=np.asarray(drafted, np.float64),
-        levels=_levels(table["drafter"], np.asarray(drafted, np.float64), drafters),
         draft_s=np.asarray(draft.fillna(0.0), np.float64),
         draft_known=(draft.notna() & following.notna()).to_numpy(),
         seconds=table["duration"].to_numpy(np.float64),
@@ -94,27 +84,16 @@ def measured_waiting(trace: Trace) -> Waiting | None:
     return Waiting(base_s=base_s, per_request_s=per_request_s, source=f"quick.json of {trace.manifest.name}")
 
 
-def _levels(drafter: pd.Series[str], depth: Floats, drafters: Drafters) -> Floats:
-    """Passes of a drafting network; what a plain iteration drafts is the network's, where the rows have one."""
-    plain = NO_SPECULATION.drafter
-    drafter = drafter.fillna(plain)
-    networks = [name for name in drafter[depth > 0].unique() if name != plain and drafters[name].has_network]
-    blocks = [name for name in networks if drafters[name].drafts_blocks]
-    passes = np.where(drafter.isin(blocks), np.minimum(depth, 1.0), depth)
-    return np.where(drafter.isin([*networks, plain] if networks else []), passes, 0.0)
-
-
 def measured_rows(points: pd.DataFrame) -> Iterations:
     """Rows of a table that `checked` has seen; a row's time holds its own drafting."""
-    batch, verify, context, prefill, depth, top_k, seconds = (
+    batch, verify, context, prefill, depth, seconds = (
         points[name].to_numpy(np.float64)
         for name in (
-            "batch", "tokens_to_verify", "context_tokens", "prefill_tokens", "draft_depth", "top_k", "seconds"
+            "batch", "tokens_to_verify", "context_tokens", "prefill_tokens", "draft_depth", "seconds"
         )
     )  # fmt: skip
     unknown, nothing = np.zeros(len(points), dtype=bool), np.zeros(len(points), np.int64)
     scheduling = points.get("scheduling", pd.Series(None, points.index))
-    drafter = points.get("drafter", pd.Series("learned", points.index)).fillna("learned")
     return Iterations(
         rl_step=nothing,
         worker=nothing,
@@ -124,11 +103,8 @@ def measured_rows(points: pd.DataFrame) -> Iterations:
         tokens_to_verify=verify,
         verified=batch * verify,
         depth=depth.astype(np.int64),
-        top_k=top_k,
         loaded=unknown,
         next_depth=depth,
-        drafted_depth=depth,
-        levels=_levels(drafter, depth, STANDARD),
         draft_s=np.zeros(len(points)),
         draft_known=unknown,
         seconds=seconds,
@@ -153,12 +129,11 @@ def checked(points: pd.DataFrame, place: str = "measured iterations") -> pd.Data
 
     A row is one measured iteration: `batch` requests, each verifying `tokens_to_verify` tokens (the pending one
     counts), contexts that sum to `context_tokens`, `prefill_tokens` prompt tokens next to them, in `seconds`.
-    `draft_depth` levels of `top_k` branches were drafted within that time, by `drafter` where that column is there: a
-    roofline gives model-free ones no network. `scheduling`, where it is there, is synchronous or asynchronous. Raises
-    ConfigError.
+    `draft_depth` tokens were drafted for each within that time. `scheduling`, where it is there, is synchronous or
+    asynchronous. Raises ConfigError.
 
     >>> checked(pd.DataFrame({"batch": [1], "tokens_to_verify": [1], "context_tokens": [9], "seconds": [0.1]})).shape
-    (1, 7)
+    (1, 6)
     """
     if missing := [name for name in REQUIRED if name not in points]:
         raise ConfigError(
@@ -183,9 +158,4 @@ def checked(points: pd.DataFrame, place: str = "measured iterations") -> pd.Data
             rule = "a time above 0" if name == "seconds" else f"{kind}, at least {_LEAST[name]}"
             raise ConfigError(f"{place}: row {at}: {name} is {column.tolist()[at]!r}; it is {rule}")
         table[name] = values
-    if "drafter" in table:
-        for name in table.loc[table["draft_depth"] > 0, "drafter"].dropna().unique():
-            if name not in STANDARD:
-                known = ", ".join(sorted(STANDARD))
-                raise ConfigError(f"{place}: drafter {name!r}{did_you_mean(name, STANDARD)} is none of {known}")
     return table

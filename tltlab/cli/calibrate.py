@@ -23,8 +23,8 @@ def calibrate(
 ) -> None:
     """Fit costs, acceptance and drafter training to a trace, costs to a table; print residuals and held-out errors.
 
-    A table has the columns batch, tokens_to_verify, context_tokens (of the whole batch) and seconds; draft_depth,
-    top_k and prefill_tokens where not 0, 1 and 0. For a training log a level of iterations and a time outside of them
+    A table has the columns batch, tokens_to_verify, context_tokens (of the whole batch) and seconds; draft_depth
+    and prefill_tokens where not 0. For a training log a level of iterations and a time outside of them
     are fitted to rollout times.
 
     Example: tltlab calibrate run/trace --out run/costs.json

@@ -197,13 +197,11 @@ def padded(tokens: float, graph_sizes: tuple[int, ...]) -> float:
 class Fitted:
     """A cost model fitted to iterations, and the seconds of these by it.
 
-    A term that the iterations do not identify stands for nothing in `predicted_s`. `open` is the standard deviation
-    that the iterations leave to these predictions, relative; None where that is not worked out.
+    A term that the iterations do not identify stands for nothing in `predicted_s`.
     """
 
     costs: CostModel
     predicted_s: Floats
-    open: Floats | None = None
 
 
 Fit = Callable[["Iterations"], Fitted]

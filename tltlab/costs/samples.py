@@ -49,8 +49,7 @@ class Iterations:
     """One entry per iteration; contexts and verified tokens are sums over the batch.
 
     An iteration verified: `verified` tokens (`tokens_to_verify` per request) of drafts that are `depth` deep. Within
-    its `seconds` it drafted: `next_depth` and `draft_s`, 0 where `draft_known` is False. `drafted_depth` is the
-    depth that counts where only one is known for an iteration, and `levels` the part of it that a network drafted.
+    its `seconds` it drafted: `next_depth` and `draft_s`, 0 where `draft_known` is False.
     `loaded`: a drafter was in memory in that RL step. `synchronous` is 1 where the engine waited for the host, 0 where
     it did not, NaN where that is not known. `block` numbers the rollouts of workers from 0.
     """
@@ -63,11 +62,8 @@ class Iterations:
     tokens_to_verify: Floats
     verified: Floats
     depth: Ints
-    top_k: Floats
     loaded: Flags
     next_depth: Floats
-    drafted_depth: Floats
-    levels: Floats
     draft_s: Floats
     draft_known: Flags
     seconds: Floats

@@ -18,10 +18,10 @@ from tltlab.acceptance.load import load_acceptance
 from tltlab.calibration.acceptance import fit_kind
 from tltlab.calibration.costs import fit_points, fit_trace
 from tltlab.calibration.cross_validation import held_out_errors
-from tltlab.calibration.iterations import checked, measured_rows, read_step_times, recorded_rows
+from tltlab.calibration.iterations import checked, measured_rows, read_step_times
 from tltlab.cli.calibrate import calibrate as command
 from tltlab.console import JSON, running
-from tltlab.costs import roofline, table
+from tltlab.costs import table
 from tltlab.costs.base import Waiting
 from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs, load_stages
@@ -112,26 +112,19 @@ def same_times(found, truth, rel, at=RECORDED):
         assert times[0] == pytest.approx(times[1], rel=rel), (batch, depth)
 
 
-@pytest.mark.parametrize(
-    ("truth", "kind", "rel", "error"),
-    [(LINEAR, "linear", 1e-3, 1e-3), (ROOFLINE, "roofline", 0.03, 0.03)],
-)
-def test_costs_are_found_in_a_recording(truth, kind, rel, error):
-    found = fit_trace(recording(truth), kind, H100 if kind == "roofline" else None, most_folds=2)
-    same_times(found.costs, truth, rel=rel)
+def test_costs_are_found_in_a_recording(run):
+    found = fit_trace(run, most_folds=2)
+    same_times(found.costs, LINEAR, rel=1e-3)
     assert found.costs.calibrated.batch == (1, 24)
     assert found.sums["bias"].abs().max() < 0.01
-    assert found.held_out_error < error
+    assert found.held_out_error < 1e-3
 
 
-@pytest.mark.parametrize(
-    ("truth", "kind", "rel", "error"),
-    [(LINEAR, "linear", 1e-5, 1e-6), (LINEAR, "table", 0.01, 0.02), (ROOFLINE, "roofline", 0.01, 0.05)],
-)
-def test_costs_are_found_in_a_table(truth, kind, rel, error):
-    points = grid(truth, prefill=kind != "roofline")
-    found = fit_points(checked(points), kind, H100 if kind == "roofline" else None)
-    same_times(found.costs, truth, rel=rel, at=MEASURED)
+@pytest.mark.parametrize(("kind", "rel", "error"), [("linear", 1e-5, 1e-6), ("table", 0.01, 0.02)])
+def test_costs_are_found_in_a_table(kind, rel, error):
+    points = grid(LINEAR, prefill=True)
+    found = fit_points(checked(points), kind)
+    same_times(found.costs, LINEAR, rel=rel, at=MEASURED)
     assert found.held_out_error < error
     assert found.sums.empty
     assert list(found.cross_validation["fold"]) == [*(f"batch {b}" for b in BATCHES), "overall"]
@@ -211,39 +204,6 @@ def test_a_table_of_one_depth_has_no_levels():
     assert any("draft_level_s, draft_level_per_request_s" in note for note in found.notes)
 
 
-def test_prompts_that_ride_cost_as_in_the_simulator():
-    rows = measured_rows(checked(grid(ROOFLINE, prefill=True)))
-    found = roofline.fit(rows, H100, recorded=False).costs
-    same_times(found, ROOFLINE, rel=0.01, at=MEASURED)
-    assert found.max_num_batched_tokens == 64 * 8 + 512
-    for batch, depth in ((1, 0), (32, 0), (32, 7)):
-        costs = [one.iteration(Strategy.chain("learned", depth)) for one in (found, ROOFLINE)]
-        added = [cost.added_s(batch, 512, 1.0) for cost in costs]
-        assert added[0] == pytest.approx(added[1], rel=0.05)
-        assert added[1] < 0.9 * ROOFLINE.prefill_s(512) or depth
-    assert found.prefill_s(512) == pytest.approx(ROOFLINE.prefill_s(512), rel=0.05)
-
-
-def test_tokens_of_the_largest_iteration_are_whole(run):
-    table = run.iterations.assign(prefill_tokens=0)
-    table.loc[0, ["batch", "num_drafted", "prefill_tokens"]] = 15, 115, 100
-    found = roofline.fit(recorded_rows(table), H100, recorded=True).costs
-    assert found.max_num_batched_tokens == 230, "15 * (1 + 115 / 15) is more than 130 as floats go"
-
-
-def test_what_rows_leave_open_is_how_predictions_scatter():
-    """Tables of the same times, each with other errors of 3 %, fitted one by one."""
-    exact, rng, z = checked(grid(ROOFLINE, (0, 3))), np.random.default_rng(0), []
-    for _ in range(4):
-        noisy = exact.assign(seconds=exact["seconds"] * (1 + 0.03 * rng.standard_normal(len(exact))))
-        found = roofline.fit(measured_rows(noisy), H100, recorded=False)
-        z.append((found.predicted_s / exact["seconds"].to_numpy() - 1) / found.open)
-    assert 0.6 < np.sqrt(np.mean(np.square(z))) < 1.4
-    alone = fit_points(noisy.query("batch == 8"), "roofline", H100).costs.evidence
-    assert alone.left_out == {}
-    assert alone.fitted["all"][1] < 0.02 < alone.parameter["all"] < alone.error()
-
-
 def test_a_fold_is_predicted_by_fits_without_it(run):
     table = run.iterations
     slow = table["rl_step"] == 2
@@ -298,13 +258,6 @@ def test_table_of_two_batch_sizes_leaves_none_out():
     assert any("two batch sizes" in note for note in found.costs.notes)
 
 
-def test_model_free_drafters_have_no_network():
-    rows = measured_rows(checked(grid(LINEAR).assign(drafter="ngram")))
-    found = roofline.fit(rows, H100, recorded=False).costs
-    assert found.constants.draft_level_s is None
-    assert found.constants.sd_base_s is not None
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -335,13 +288,13 @@ def test_a_table_that_lacks_something_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"kind": "roofline"}, ("GPU",)),
-        ({"kind": "roofline", "gpu": "H100", "tp": 1}, ("--model",)),
-        (ON_H100 | {"kind": "roofline", "gpu": "V1"}, ("V1", "H100, H200, A100")),
-        (ON_H100 | {"kind": "roofline", "tp": 0}, ("tp",)),
+        ({"gpu": "H100", "tp": 1}, ("--model",)),
+        (ON_H100 | {"gpu": "V1"}, ("V1", "H100, H200, A100")),
+        (ON_H100 | {"tp": 0}, ("tp",)),
         (ON_H100, ("linear",)),
         ({"kind": "cubic"}, ("cubic",)),
-        ({"kind": "table"}, ("measured iterations", "roofline")),
+        ({"kind": "roofline"}, ("table",)),
+        ({"kind": "table"}, ("measured iterations", "linear")),
     ],
 )
 def test_hardware_is_known_and_whole(tmp_path, run, options, named):
@@ -355,11 +308,13 @@ def test_hardware_is_known_and_whole(tmp_path, run, options, named):
 def test_the_command_reads_a_table(tmp_path, capsys, suffix):
     points, path = grid(ROOFLINE).query("batch in (1, 8, 64)").assign(rl_step=0), tmp_path / f"profile.{suffix}"
     points.to_csv(path, index=False) if suffix == "csv" else points.to_parquet(path)
-    shown = written(tmp_path, capsys, path, kind="roofline", gpu="H100", model="Qwen2.5-7B", tp=1, rl_steps="0")
-    assert (shown["kind"], shown["acceptance"], shown["sums"]) == ("roofline", None, [])
+    shown = written(tmp_path, capsys, path, kind="table", gpu="H100", model="Qwen2.5-7B", tp=1, rl_steps="0")
+    assert (shown["kind"], shown["acceptance"], shown["sums"]) == ("table", None, [])
     assert shown["cross_validation"][-1]["fold"] == "overall"
     assert shown["cross_validation"][-1]["num_sums"] is None
-    same_times(load_costs(tmp_path / "costs.json"), ROOFLINE, rel=0.02, at=MEASURED)
+    same_times(
+        load_costs(tmp_path / "costs.json"), ROOFLINE, rel=0.04, at=[at for at in MEASURED if at[0] in (1, 8, 64)]
+    )
     grid(ROOFLINE).to_csv(tmp_path / "no-steps.csv", index=False)
     with refused(ConfigError, naming=("rl_step",)):
         command(tmp_path / "no-steps.csv", out=tmp_path / "again.json", rl_steps="0")
