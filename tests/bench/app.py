@@ -364,12 +364,21 @@ def train(
     policy: Policies = "none",
     seed: FirstSeed = 0,
     out: Folder = None,
+    host: bool = option("Instead, what an RL step costs beside engines and models, by part; a minute.", False),
     fast: bool = option("A tiny model, little of everything, no vLLM in TRL.", False),
 ) -> None:
     """GRPO with `tltlab train` against TRL's GRPOTrainer: seconds per RL step, lines to write, reward (25 minutes).
 
     Example: tltlab bench train --trl ~/trl --out bench
     """
+    if host:
+        _one_thread()
+        from .train.driver import HOST, bench_host
+
+        _check(out)
+        found = bench_host((100, 200), progress, 64) if fast else bench_host((1000, 4000, 16_000), progress)
+        _tell(found, HOST, out)
+        return
     from .train.run import FAST, TEXT, TrainSizes, bench_train
 
     _check(out, folder=True)

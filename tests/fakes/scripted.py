@@ -20,7 +20,7 @@ import ray
 import torch
 
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
-from tltlab.runtime.engine.weights import WeightTransport
+from tltlab.runtime.engine.weights import BucketSlots, MappedMemory, WeightTransport
 from tltlab.runtime.recipe.engines import drafters_of, engine_build
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
@@ -41,6 +41,7 @@ STRATEGY = Strategy.chain("suffix", 4)
 SCRIPTED = "scripted"
 RANK = "first rank"
 WRITER = "trace writer"
+SYNC = "weight sync"
 """Parts that are not the driver's main thread: what is replaced here, a trainer's, and the recorder's thread."""
 
 
@@ -57,6 +58,7 @@ class DriverCase:
     policy: str = "beg-mab-suffix"
     reward_processes: int = 1
     rl_steps: int = 2
+    weights_mib: int = 0
 
 
 class Meter:
@@ -303,7 +305,13 @@ def scripted_actors(meter: Meter, case: DriverCase, num_words: int) -> type[RunA
             self.handles = [ScriptedActor(ScriptedRank(self.recipe, rank, meter), meter, "rank") for rank in ranks]
 
         def send_weights(self, workers: Sequence[Any], version: int, transport: WeightTransport = "host") -> None:
-            """Nobody here has any."""
+            """By shared memory: one engine maps and copies them."""
+            weights = [(str(n), torch.ones(1 << 24, dtype=torch.bfloat16)) for n in range(case.weights_mib // 32)]
+            slots, mapped = BucketSlots.fit(dict(weights).values()), MappedMemory()
+            with meter.part(SYNC):
+                for bucket in slots.filled(weights):
+                    for _, weight in mapped.tensors(bucket):
+                        weight.clone()
 
         def close(self) -> None:
             self.handles = []

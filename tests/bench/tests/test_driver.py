@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.train.driver import measured, text
+from bench.train.driver import PARTS, measured, text
 from fakes.scripted import DriverCase, ScriptedWorker
 from tltlab.cli.app import main
 from tltlab.runtime.engine.generation import GenerationRequest
@@ -63,3 +63,12 @@ def test_the_command_prints_seconds_and_bytes_by_part(capsys):
     assert {"rollouts", "rewards", "trace rows", "figures"} <= set(case["seconds"])
     assert case["driver_s"] == pytest.approx(sum(case["seconds"].values()))
     assert "seconds of the driver" in text(found)
+
+
+def test_the_hosts_time_is_told_by_part(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "train", "--host", "--fast", "--json"])
+    assert not end.value.code
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == 2 * len(PARTS)
+    assert all(row["ms"] == pytest.approx(512 * row["ms_each"]) and row["ms"] > 0 for row in rows)

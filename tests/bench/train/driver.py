@@ -28,7 +28,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from bench.harness import Progress, Table, Text, peak_rss_bytes, shown
-from fakes.scripted import PROMPT_TOKENS, RANK, SCRIPTED, WRITER, DriverCase, Meter, scripted_actors, without_ray
+from fakes.scripted import PROMPT_TOKENS, RANK, SCRIPTED, SYNC, WRITER, DriverCase, Meter, scripted_actors, without_ray
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.rewards import Scored
 from tltlab.runtime.run import grpo
@@ -37,6 +37,23 @@ from tltlab.runtime.run import grpo
 def parity(prompt: str, response: str, answer: str) -> float:
     """A reward that takes no time: whether the response has an even number of characters."""
     return float(len(response) % 2 == 0)
+
+
+def bench_host(tokens: Sequence[int], progress: Progress, weights_mib: int = 1024) -> dict[str, Any]:
+    """Measure a batch of 512 responses on one engine and one rank, by their mean tokens: `rows` of `PARTS`.
+
+    Each has milliseconds of an RL step, `ms`, and of each response, `ms_each`; what an engine and a model do is left
+    out. Weights of a GiB are sent.
+    """
+    most = DriverCase(workers=1, responses=512, tokens=max(tokens), ranks=1, weights_mib=weights_mib)
+    rows = []
+    for each in (replace(most, tokens=number) for number in tokens):
+        (case,) = bench_driver(each, (), progress)["cases"]
+        seconds = case["seconds"] | {RANK: case["rank_s"], WRITER: case["writer_s"]}
+        for part, names in PARTS.items():
+            ms = 1e3 * sum(s for name, s in seconds.items() if name.rpartition(": ")[2] in names)
+            rows.append({"tokens": each.tokens, "part": part, "ms": ms, "ms_each": ms / each.responses})
+    return {"case": asdict(most), "rows": rows}
 
 
 def bench_driver(case: DriverCase, growth: Sequence[int], progress: Progress) -> dict[str, Any]:
@@ -160,6 +177,20 @@ def _recipe(case: DriverCase, folder: Path) -> Recipe:
 def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*.arrow"))
 
+
+PARTS = {
+    "recording": ("trace rows", "figures", WRITER),
+    "Ray transfers": ("pickled", "unpickled"),
+    "rewards": ("rewards",),
+    "packing": ("samples", "collected", RANK),
+    "weight sync": (SYNC,),
+    "the rest": ("rollouts", "history", "rest"),
+}
+
+HOST: Text = (
+    "{case.responses} responses, {case.weights_mib} MiB of weights; processor time beside engine and model",
+    Table("rows", "tokens: {tokens}; part: {part}; ms per RL step: {ms:.1f}; ms per response: {ms_each:.3f}", left=2),
+)
 
 TEXT: Text = (
     "an RL step, by number of workers",
