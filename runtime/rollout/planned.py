@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from threading import Event
 from typing import TYPE_CHECKING, Any, cast
@@ -50,24 +50,18 @@ class PlannedRolloutWorker(EngineWorker):
 
     def __init__(self, recipe: Recipe, number: int, build: EngineBuild, feed: str | None) -> None:
         super().__init__(recipe, number, build, feed)
-        self._calls = DeferredCalls()
-        self._busy = ExitStack()
+        self._calls = DeferredCalls(busy=True)
         self._some_ended = Event()
         self._joining: list[GenerationRequest] = []
         self._closed = True
-
-    def open(self) -> None:
-        """Have changes wait for the call that follows."""
-        self._closed = False
-        self._busy.enter_context(self._calls.busy())
 
     def generate_planned(
         self, requests: list[GenerationRequest], rl_step: int, seed: list[int], history: list[Any]
     ) -> Rollout:
         """Generate these and those that join until it is closed, which cuts what still runs."""
-        with self._busy:
-            self._recall(history)
-            return self._generate(requests, rl_step, seed, lambda ended: self._closed)
+        self._closed = False
+        self._recall(history)
+        return self._generate(requests, rl_step, seed, lambda ended: self._closed)
 
     @ray.method(concurrency_group="aside")
     def change(
@@ -129,7 +123,6 @@ class PlannedRollout:
         self._held: dict[Key, None] = {}
         self._so_far: dict[Key, GenerationResponse] = {}
         self._told: defaultdict[int, News] = defaultdict(lambda: ({}, {}))
-        self._ended: dict[Key, int] = {}
         self._active = pool.base
         self._parts = [
             Rollout(responses=[], iterations=[], decisions=[], duration_s=0.0, recorder_s=0.0, policy_s=0.0)
@@ -188,7 +181,8 @@ class PlannedRollout:
         return asyncio.get_running_loop().time() - self._start_s
 
     def _state(self) -> RolloutState:
-        ended, generated = dict(self._ended), dict[Key, int]()
+        ended = {r.key: len(r.token_ids) for part in self._parts for r in part.responses}
+        generated: dict[Key, int] = {}
         for key in (*self._at, *self._held):
             gone, running = self._told[self._at.get(key, HELD)]
             found, tokens = (ended, gone[key]) if key in gone else (generated, running.get(key, 0))
@@ -308,8 +302,7 @@ class PlannedRollout:
             if response.finish_reason == "abort":
                 self._hold(response.key, response)
             else:
-                both.responses.append(whole := self._continued(response))
-                self._ended[response.key] = len(whole.token_ids)
+                both.responses.append(self._continued(response))
                 del self._at[response.key]
 
     async def _listen(self, n: int) -> None:

@@ -18,7 +18,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -407,13 +407,12 @@ class WorkerPool:
         return range(gpus.start // each, gpus.stop // each)
 
     async def bring_up(self, n: int) -> None:
-        """Start engine n where it is not alive, and open its next call; WorkerLost where it fails."""
+        """Start engine n where it is not alive; WorkerLost where it fails."""
         worker = self._workers[n]
         if not worker.alive:
             await self._start_worker(n)
         if worker.snapshot is None:
             worker.snapshot = self.handles[n].state_dict.remote()
-        await self.asked(n, "open")
 
     async def asked(self, n: int, method: str, *args: Any) -> Any:
         """Return the answer of engine n; WorkerLost where it fails."""
@@ -431,13 +430,13 @@ class WorkerPool:
         On a CPU sleep frees nothing.
         """
         before, self._awake = self._awake, ()
-        await asyncio.gather(*(self._retried(n, _asking("sleep"), False, "", False) for n in before))
+        await self._each(_asking("sleep"), before)
         self._awake = numbers
-        await asyncio.gather(*(self._retried(n, _asking("wake_up"), True, "", False) for n in numbers))
+        await self._each(_asking("wake_up"), numbers, set_at_start=True)
         if self._weights is not None and (late := self._late.intersection(numbers)):
             send, version = self._weights
             await asyncio.to_thread(send, [self.handles[n] for n in late], version, "host")
-            await asyncio.gather(*(self._retried(n, _arrived(version), True, "", False) for n in late))
+            await self._each(_arrived(version), late, set_at_start=True)
             self._late -= late
 
     def repeat(self, shares: Shares, rl_step: int) -> list[Rollout]:
@@ -596,15 +595,24 @@ class WorkerPool:
         """Call every worker, or those `numbers`, with a setting that a restarted one receives anyway."""
         self._ask_all(call, numbers, set_at_start=True)
 
-    def _ask_all(
-        self, call: Call | None, numbers: Sequence[int] | None = None, *, set_at_start: bool = False, once: bool = False
+    def _ask_all(self, call: Call | None, numbers: Collection[int] | None = None, **how: bool) -> list[Any]:
+        """Return the answer of each worker (`_each`)."""
+        return self._waiting.run(self._each(call, numbers, **how))
+
+    async def _each(
+        self,
+        call: Call | None,
+        numbers: Collection[int] | None = None,
+        *,
+        set_at_start: bool = False,
+        once: bool = False,
     ) -> list[Any]:
         """Return the answer of each worker, or of those `numbers`.
 
         A failed worker is restarted and called again, independently of the others.
         """
         numbers = range(len(self.handles)) if numbers is None else numbers
-        return self._gather(self._retried(n, call, set_at_start, "", once) for n in numbers)
+        return await asyncio.gather(*(self._retried(n, call, set_at_start, "", once) for n in numbers))
 
     def _ask_alive(self, call: Call) -> list[Any]:
         """Return each live worker's answer. A worker that fails is ended, for a later call to restart; None for it."""
@@ -640,9 +648,7 @@ class WorkerPool:
                         return None
                 return None if call is None else await self._answer(n, call(n, self.handles[n]))
             except WorkerLost as lost:
-                if self._closed:
-                    raise
-                self._note_failure(n, lost, lost_work)
+                self.failed(n, lost, lost_work)
                 if once:
                     return lost
 

@@ -420,8 +420,8 @@ class FreeRolloutWorker(EngineWorker):
 class DeferredCalls:
     """Calls of another thread that wait for a moment in which this thread can serve them."""
 
-    def __init__(self) -> None:
-        self._lock, self._busy = Lock(), False
+    def __init__(self, busy: bool = False) -> None:
+        self._lock, self._busy = Lock(), busy
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
 
     @property

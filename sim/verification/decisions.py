@@ -99,6 +99,8 @@ def replay_decisions(
     trace = read(run)
     if trace.iterations is None or trace.decisions is None or trace.steps is None:
         raise ConfigError(f"{trace.path or 'the trace'}: iterations, decisions and steps of a run are needed")
+    if trace.spans is not None and "move" in set(trace.spans["kind"]):
+        raise ConfigError(f"{trace.path or 'the trace'}: a planner moved its requests, which is not played again")
     forces = policies_in_force(trace, allow_code) if forces is None else forces
     chosen = trace.rl_steps if rl_steps is None else list(rl_steps)
     spans = (

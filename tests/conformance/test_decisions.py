@@ -142,6 +142,12 @@ def test_other_tokens_than_the_recorded_ones_show():
     assert decisions.share("context_tokens") < 0.5
 
 
+def test_decisions_of_requests_that_a_planner_moved_are_refused():
+    trace = read(TRACES / "gcd-small").select([0])
+    with refused(ConfigError, naming=("planner",)):
+        replay_decisions(trace.replace(spans=trace.spans.assign(kind="move")))
+
+
 @pytest.mark.parametrize(
     ("trace", "facts"),
     [

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conformance.test_plans import STORIES, Scripted, key, outcome
 from tests.runtime.engine.asking import raising, request
-from tltlab.planning.rollout import Gather, Hold, Move, RolloutPlanner, Shape
+from tltlab.planning.rollout import Gather, Move, RolloutPlanner, Shape
 from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.rollout.pool import WorkerPool
@@ -169,18 +169,3 @@ def test_killed_engine_loses_nothing(pool, alone, killed):
     assert answers(rolled_out(pool, Script(8, kill_and_move))) == alone
     assert answers(rolled_out(pool, Stay())) == alone
     assert any(f"rollout worker {killed} failed" in event for event in events(pool)[before:])
-
-
-def test_what_is_held_begins_later(pool, alone):
-    def hold_back(state):
-        planner.left, planner.do = 9, lambda state: [Move(key=key, worker=0) for key in held]
-        return [Hold(key=key) for key in held]
-
-    held = [r.key for r in requests()[-2:]]
-    planner = Script(PROMPTS * GROUP, hold_back)
-    assert answers(rolled_out(pool, planner)) == alone
-    later = planner.seen[-1]
-    assert [int(n) for key, n in zip(later.keys, later.worker, strict=True) if key in held] != [-1, -1]
-    planner = Script(PROMPTS * GROUP, lambda state: [Hold(key=key) for key in state.keys])
-    assert answers(rolled_out(pool, planner)) == alone
-    assert any("held though no other runs" in event for event in events(pool))
