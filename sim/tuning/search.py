@@ -72,10 +72,10 @@ class Prices:
 
     def table(self, most: int = MOST_ROWS) -> SelectorSpec:
         """The exact table of at most so many rows."""
-        plan = plan_buckets(
+        rows = plan_buckets(
             lambda s, b: self.seconds[s, b], self.strategies, max_batch=self.max_batch, max_buckets=most
         )
-        return TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in plan.rows))
+        return TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in rows))
 
     @cached_property
     def tables(self) -> list[SelectorSpec]:

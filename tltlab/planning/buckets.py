@@ -7,48 +7,32 @@ number of rows is a dynamic programme over (batch, rows, strategy).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from tltlab.arrays import Floats
-from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 
-@frozen
-class BucketPlan:
-    """(min_batch, strategy) rows as a `BatchTable` takes them, and the seconds they need."""
-
-    rows: tuple[tuple[int, Strategy], ...]
-    seconds: float
-
-
 def plan_buckets(
-    seconds_of: Callable[[Strategy, int], float],
-    strategies: Sequence[Strategy],
-    *,
-    max_batch: int,
-    max_buckets: int | None = None,
-) -> BucketPlan:
-    """The plan for batches 1..max_batch with the fewest seconds; of equals the one with the fewest rows.
+    seconds_of: Callable[[Strategy, int], float], strategies: Sequence[Strategy], *, max_batch: int, max_buckets: int
+) -> list[tuple[int, Strategy]]:
+    """The rows (min_batch, strategy) for batches 1..max_batch with the fewest seconds, and of equals the fewest rows.
 
     `seconds_of(s, b)` is what all that is generated at batch b takes under s.
 
     >>> from tltlab.strategy import NO_SPECULATION
     >>> took = {("ngram", 1): 45.0, ("ngram", 2): 20.0, ("none", 1): 90.0, ("none", 2): 10.0}
     >>> arms = [NO_SPECULATION, Strategy.chain("ngram", 4)]
-    >>> plan = plan_buckets(lambda s, b: took[s.drafter, b], arms, max_batch=2)
-    >>> [(b, str(s)) for b, s in plan.rows]
+    >>> plan = plan_buckets(lambda s, b: took[s.drafter, b], arms, max_batch=2, max_buckets=4)
+    >>> [(b, str(s)) for b, s in plan]
     [(1, 'ngram:4'), (2, 'none')]
     """
     strategies = tuple(dict.fromkeys(strategies))
     seconds = np.array([[seconds_of(s, b) for b in range(1, max_batch + 1)] for s in strategies])
-    max_rows = max_batch if max_buckets is None else min(max_buckets, max_batch)
-    choice = _fastest(seconds, max_rows)
-    rows = tuple((b + 1, strategies[s]) for b, s in enumerate(choice) if b == 0 or s != choice[b - 1])
-    return BucketPlan(rows=rows, seconds=math.fsum(seconds[s, b] for b, s in enumerate(choice)))
+    choice = _fastest(seconds, min(max_buckets, max_batch))
+    return [(b + 1, strategies[s]) for b, s in enumerate(choice) if b == 0 or s != choice[b - 1]]
 
 
 def _fastest(seconds: Floats, max_rows: int) -> list[int]:
