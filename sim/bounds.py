@@ -63,7 +63,7 @@ their requests, and drop base_s, which is not negative, from those without j:
 
 Here `alone_j` is the least decoding time, as above, at fix_s = base_s + more_s, and `added_i` that at fix_s = more_s.
 With rest_j = alone_j - added_j >= 0 the right side is rest_j + the sum of added_i + prefill_i over all i of the worker,
-j or not. It holds for every j, so the worker is busy for at least its largest rest and the sum. Nothing was said of
+j or not. It holds for every j, so the worker is busy for at least its largest rest and the sum. Nothing was assumed of
 order: a request may wait, pause or be preempted.
 
 Which worker has whom is free. `filled_s` finds a T which no assignment to W workers undercuts, where each takes its
@@ -107,7 +107,7 @@ _TOUCHED_BATCHES = (1, 16)
 
 @frozen
 class Floors:
-    """What iterations cost on the engines of one shape, at batches of 1 in column 0, of 2 in column 1, and so on.
+    """Seconds of iterations on the engines of one shape, at batches of 1 in column 0, of 2 in column 1, and so on.
 
     `fixed_s` are without the context's share, row r of `regimes[r]`. `options` are tokens, seconds without context and
     seconds per token of it, by strategy and batch size, and `envelopes` those of rates and shares by the largest batch,

@@ -23,7 +23,7 @@ RUNTIME_BYTES = 0.65 * GIB
 """Per GPU, of what an engine may use: its context, communication, captured graphs and what fragments. Read off vLLM
 0.19 with Llama-3.1-8B on an RTX 4090, whose cache had 2,588 blocks of 16 tokens."""
 MEMORY_FRACTION = 0.9
-"""Of a GPU's memory that an engine takes unless it is told otherwise (`gpu_memory_utilization`)."""
+"""Share of a GPU's memory that an engine takes by default (`gpu_memory_utilization`)."""
 KV_BLOCK_TOKENS = 16
 LARGE_BYTES = 70 * GIB
 """GPUs from here on have an engine admit more tokens and requests to an iteration: see `activation_bytes`."""

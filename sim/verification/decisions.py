@@ -214,7 +214,7 @@ def most_requests(iterations: pd.DataFrame) -> int | None:
 
 
 def recorded_batches(rows: pd.DataFrame) -> Callable[[Requests], RecordedBatch]:
-    """What makes the batches of one rollout's workers, in order."""
+    """Return a function that makes the batches of one rollout's workers, in order."""
     workers = count()
 
     def made(requests: Requests) -> RecordedBatch:

@@ -113,7 +113,7 @@ class InferenceCosts(FrozenModel):
     per_pair_s: Seconds = 0.0
 
     def columns(self, work: StepWorkload) -> dict[str, float]:
-        """What the terms multiply."""
+        """Factors of the terms."""
         return {"base_s": 1.0, "per_token_s": work.num_tokens, "per_pair_s": work.num_pairs}
 
     def seconds(self, work: StepWorkload) -> float:

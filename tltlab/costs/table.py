@@ -34,7 +34,7 @@ LEAST_S = 1e-9
 DIP = 0.05
 """How far a knot may lie below the one before it, as a share of that: noise, lifted to it. More is an error."""
 KNEE = 4.0
-"""Of `IdealForward`: at most 19 % above the larger of both, where they are equal."""
+"""Power of `IdealForward`'s rounded maximum: at most 19 % above the larger of both, where they are equal."""
 
 
 class TokenKnot(FrozenModel):

@@ -26,7 +26,7 @@ from tltlab.traces.metrics import rollout_s
 from tltlab.traces.storage import is_unfinished
 from tltlab.traces.trace import Trace, locate
 
-ENOUGH_STEPS = 3  # below it an interval over RL steps says nothing
+ENOUGH_STEPS = 3  # below it an interval over RL steps is no evidence
 LOG_TAIL_BYTES = 1 << 20  # what a run died of stands at the end of its log
 NO_LOG = "it is looked for in training logs alone"
 TEXTS = tomllib.loads(files(__package__).joinpath("signatures.toml").read_text(encoding="utf-8"))

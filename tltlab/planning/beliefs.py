@@ -30,7 +30,7 @@ _WHOSE = {"all": "{step} {i}", "siblings": "{step} {prompt}", "history": "{promp
 
 
 class LengthBelief:
-    """What is known of the lengths of unfinished responses: a quantile model of all, shrunk to a prompt's own.
+    """Lengths of unfinished responses as far as they are known: a quantile model of all, shrunk to a prompt's own.
 
     Whoever runs rollouts makes one, hands it to planners as `RolloutState.belief`, and calls `add` with the lengths of
     each RL step once that is over, aborted responses left out. `LengthBelief(**belief.state_dict())` continues it.
@@ -94,9 +94,9 @@ class LengthBelief:
         return remaining
 
     def _learn(self, ended: Mapping[Key, int], number: dict[str, int], ages: Floats) -> tuple[Floats, ...]:
-        """What is known where responses have `ended` and others run on that have generated `ages`.
+        """Return what is known where responses have `ended` and others run on that have generated `ages`.
 
-        The number and the sum of the scores of each prompt (new ones are added to `number`), all lengths, the score of
+        That is the number and the sum of the scores of each prompt (new ones are added to `number`), all lengths, the score of
         each age, and the length at each of `_SCORES`.
         """
         from scipy.special import ndtr, ndtri
@@ -125,7 +125,7 @@ def _numbers(keys: Iterable[Key], number: dict[str, int]) -> Ints:
 
 
 def _shared(known: Floats, prompt: Ints, bound: Floats) -> tuple[Floats, Floats]:
-    """Mean and standard deviation of the score of each running response, from what others of its prompt tell.
+    """Mean and standard deviation of the score of each running response, from others of its prompt.
 
     `known` are the number and the sum of the scores known of each prompt; `bound` is a lower bound on the score of each
     running one, of `prompt`. A bound stands for a score at its expectation beyond it; its own is taken out again.

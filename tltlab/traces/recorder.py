@@ -155,7 +155,7 @@ class Recorder:
         self._rows: dict[str, list[pa.Table]] = {}
         self._manifest_fields: dict[str, Any] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tltlab-recorder")
-        # What a thread writes: its rows and fields come before those appended since where it fails.
+        # A write in a thread, with its rows and fields: where it fails, these come before those appended since.
         self._writing: tuple[Future[None], dict[str, list[pa.Table]], dict[str, Any]] | None = None
         # Parts of a table and RL step that this process wrote, in order, with their numbers of rows.
         self._sizes: dict[tuple[str, int], list[tuple[str, int]]] = {}
