@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, InputError, RunError, one_line
 from .files import new_folder
@@ -37,18 +37,6 @@ AGAIN_S = 0.1
 if TYPE_CHECKING:
     from pandas import DataFrame
     from typer import Typer
-
-    AllowCode = list[str] | None
-
-
-def __getattr__(name: str) -> Any:
-    """The type of the option `AllowCode`. Engines and Ray actors print their progress without Typer."""
-    if name != "AllowCode":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from typer import Option
-
-    about = "Allow importing what a file or a run names from this module; repeatable."
-    return Annotated[list[str] | None, Option("--allow-code", metavar="MODULE", help=about)]
 
 
 def command_group(help: str, **options: Any) -> Typer:

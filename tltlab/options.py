@@ -109,6 +109,12 @@ def option(help: str, default: Any = None, **settings: Any) -> Any:
     return field(default=default, metadata={"option": Option(help, **settings)})
 
 
+ALLOW_CODE_OPTION: Any = option(
+    "Allow importing what a file or a run names from this module; repeatable.", metavar="MODULE"
+)
+"""The parameter `allow_code: list[str] | None` of commands that import what files name."""
+
+
 class Without:
     """Fields of the settings that a command does not take, and options of others, which replace only what they set."""
 

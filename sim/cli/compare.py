@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from tltlab.charts import FORMATS, save_figure
-from tltlab.console import AllowCode, emit, json_rows, made_by
+from tltlab.console import emit, json_rows, made_by
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import check_writable, write_file, write_json
 from tltlab.importers.sources import read
-from tltlab.options import Option, Without, command, option, to_json
+from tltlab.options import ALLOW_CODE_OPTION, Option, Without, command, option, to_json
 from tltlab.own import code_allowed
 from tltlab.planning.systems import SYSTEMS
 from tltlab.sim.options import counting
@@ -40,7 +40,7 @@ def compare(
     out: Path | None = option(
         "Write .json (for `tltlab report`), .csv, or a picture; an interrupted comparison goes on."
     ),
-    allow_code: AllowCode = None,
+    allow_code: list[str] | None = ALLOW_CODE_OPTION,
 ) -> None:
     """Compare policies, or systems from the literature, on the same responses; lists of values make a grid.
 

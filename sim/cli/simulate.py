@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from tltlab.acceptance.base import Acceptance
-from tltlab.console import AllowCode, emit, parse_strategy, table
+from tltlab.console import emit, parse_strategy, table
 from tltlab.costs.base import CostModel
 from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
-from tltlab.options import command, option
+from tltlab.options import ALLOW_CODE_OPTION, command, option
 from tltlab.own import code_allowed
 from tltlab.planning.composition import asynchronous
 from tltlab.planning.systems import SYSTEMS
@@ -54,7 +54,7 @@ def simulate(
         "With --stages: GPUs of a rollout worker. [default: the costs' tp, else 1]", min=1
     ),
     max_staleness: int = option("With --topology separate: rollouts may run on weights that many updates old.", 0),
-    allow_code: AllowCode = None,
+    allow_code: list[str] | None = ALLOW_CODE_OPTION,
 ) -> None:
     """Replay a trace's responses under a policy, a cost model and a placement.
 

@@ -53,7 +53,7 @@ def test_a_narrow_terminal_wraps_between_words(narrow, capsys):
     lines = table([], [("lower bound", text)], left=2).split("\n")
     assert [line[:11].strip() for line in lines] == ["lower bound", ""]
     assert " ".join(line[11:].strip() for line in lines) == text
-    emit({}, False, f"  {text} {text}")
+    emit({}, f"  {text} {text}")
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 3
     assert all(line.startswith("  ") and len(line) <= 60 for line in printed)

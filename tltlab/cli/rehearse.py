@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from tltlab.console import AllowCode, emit
+from tltlab.console import emit
 from tltlab.importers.sources import read
-from tltlab.options import command, option
+from tltlab.options import ALLOW_CODE_OPTION, command, option
 from tltlab.own import code_allowed
 from tltlab.rehearsal.settings import RehearsalConfig
 
@@ -22,7 +22,7 @@ def rehearse(
     config: RehearsalConfig,
     minutes: float | None = option("Plan what fits into so many, starts of engines included.", min=0.1),
     out: Path = option("A RUN; the same command goes on with what is not there yet.", Path("rehearsal")),
-    allow_code: AllowCode = None,
+    allow_code: list[str] | None = ALLOW_CODE_OPTION,
 ) -> None:
     """Play a recorded rollout on a real engine, with a model's shape and no weights, under each policy.
 

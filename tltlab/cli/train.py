@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tltlab.console import AllowCode, emit, progress
+from tltlab.console import emit, progress
 from tltlab.errors import ConfigError
-from tltlab.options import command, option
+from tltlab.options import ALLOW_CODE_OPTION, command, option
 
 if TYPE_CHECKING:
     from tltlab.runtime.recipe.recipe import Recipe
@@ -28,7 +28,7 @@ def train(
     replay_decisions: Path | None = option("A trace whose strategies the policy follows while there are any."),
     dry_run: bool = option("Check the recipe; print actors, memory, disk, simulated hours. Start nothing.", False),
     lengths: Path | None = option("With --dry-run: responses of this file or trace instead of each regime's."),
-    allow_code: AllowCode = None,
+    allow_code: list[str] | None = ALLOW_CODE_OPTION,
 ) -> None:
     """Train with GRPO on Ray and vLLM; every rollout is recorded in OUT/trace.
 

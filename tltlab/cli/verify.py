@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from tltlab.calibration.api import parse_rl_steps
-from tltlab.console import AllowCode, emit, progress
+from tltlab.console import emit, progress
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
-from tltlab.options import check, command, option
+from tltlab.options import ALLOW_CODE_OPTION, check, command, option
 from tltlab.own import code_allowed
 from tltlab.records import frozen
 from tltlab.sim import options
@@ -62,7 +62,7 @@ class VerifyConfig:
 def verify(
     run: Annotated[Path, typer.Argument(help="A RUN folder, a recorded trace of shipped policies, or a training log.")],
     config: VerifyConfig,
-    allow_code: AllowCode = None,
+    allow_code: list[str] | None = ALLOW_CODE_OPTION,
 ) -> None:
     """Predict every RL step of a run from the other ones, and compare with what was measured.
 

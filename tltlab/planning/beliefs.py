@@ -96,8 +96,8 @@ class LengthBelief:
     def _learn(self, ended: Mapping[Key, int], number: dict[str, int], ages: Floats) -> tuple[Floats, ...]:
         """Return what is known where responses have `ended` and others run on that have generated `ages`.
 
-        That is the number and the sum of the scores of each prompt (new ones are added to `number`), all lengths, the score of
-        each age, and the length at each of `_SCORES`.
+        That is the number and the sum of the scores of each prompt (new ones are added to `number`), all lengths, the
+        score of each age, and the length at each of `_SCORES`.
         """
         from scipy.special import ndtr, ndtri
 
