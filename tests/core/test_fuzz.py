@@ -17,7 +17,7 @@ from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import TltlabError
 from tltlab.files import read_json
 from tltlab.importers.metrics_log import records_of
-from tltlab.importers.sources import read, read_lengths
+from tltlab.importers.sources import read_lengths
 from tltlab.importers.token_counts import CharsPerToken
 from tltlab.policies.policy import load_policy
 from tltlab.traces.schema import Contents
@@ -143,23 +143,3 @@ FELL = [
 @pytest.mark.parametrize(("name", "data"), FELL)
 def test_what_fell_once_is_refused_in_a_sentence(place, name, data):
     check(place, name, data)
-
-
-FILES = {file.name: file.read_bytes() for file in TINY.iterdir() if file.suffix in (".parquet", ".json")}
-
-
-@settings(max_examples=max(5, EXAMPLES // 10))
-@given(name=st.sampled_from(sorted(FILES)), edits=EDITS)
-def test_trace_with_changed_file_is_refused_or_same(place, name, edits):
-    folder, data = place / "trace", edited(FILES[name], edits)
-    folder.mkdir(exist_ok=True)
-    for other, content in FILES.items():
-        (folder / other).write_bytes(data if other == name else content)
-    try:
-        trace = read(folder)
-        steps = [step.outcomes for step in trace.iter_rl_steps()]
-    except TltlabError:
-        return
-    # Its manifest has a sum of every table, and its own.
-    assert name in ("acceptance.json", "costs.json") or data == FILES[name] or name == "manifest.json"
-    assert len(steps) == len(trace.rl_steps) == 4

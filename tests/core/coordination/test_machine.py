@@ -7,9 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pydantic import ValidationError
 
-from tests.refused import refused
 from tltlab.coordination.machine import (
     CoordinatorConfig,
     CoordinatorState,
@@ -120,16 +118,6 @@ def test_orders_tell_group_term_and_which_is_newest():
     (again,) = coordinator.tell(TrainerFreed(worker=0), now=11.0)
     assert (again.number > stop.number, again.term, again.members) == (True, 2, (0,))
     assert wakeup_s(coordinator.state) == math.inf
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [{"min_idle_workers": 0}, {"max_members": 0}, {"yield_timeout_s": 0}, {"gone_after_s": 0},
-     {"yield_timeout_s": math.nan}, {"leader": 3}, {"resend_s": 0.5}],
-)  # fmt: skip
-def test_settings_that_make_no_sense_are_refused(bad):
-    with refused(ValidationError, naming=tuple(bad)):
-        CoordinatorConfig(**bad)
 
 
 class Trainer:

@@ -7,9 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
-from tests.refused import refused
 from tltlab.coordination.progress import CHECKPOINT_S, Progress, SpotTraining, Trained
 
 SIMPLE = SpotTraining(
@@ -150,14 +148,3 @@ def test_it_does_not_matter_how_often_progress_is_looked_at(cuts, members):
     assert abs(pieces.updates - whole.updates) <= 1, "an update may end within rounding of the last look"
     assert pieces.updates + pieces.share == pytest.approx(whole.updates + whole.share, abs=1e-6)
     assert pieces.trained_s == pytest.approx(whole.trained_s, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [{"padded_samples_per_s": 0}, {"packing_factor": 0.5}, {"scaling_efficiency": 1.5}, {"samples_per_update": 0},
-     {"start_s": -1}, {"checkpoint_every": 0}, {"checkpoint_s": math.nan}, {"carried_share": 2}, {"max_epochs": 2},
-     {"optimiser_s": 1}],
-)  # fmt: skip
-def test_settings_that_make_no_sense_are_refused(bad):
-    with refused(ValidationError, naming=tuple(bad)):
-        SpotTraining(**bad)

@@ -21,14 +21,6 @@ def make(request):
     return lambda **settings: SuffixDrafter((scope,), **settings)
 
 
-def test_a_sample_drafts_its_siblings_continuation(make):
-    drafter = told(make(), A, [10, 11, 12, 13], [1, 2, 3])
-    drafter.open(B, [1, 2, 3])
-    assert drafter.propose(B, 8).tokens == [10, 11, 12, 13]
-    drafter.extend(B, [10])
-    assert drafter.propose(B, 2).tokens == [11, 12]
-
-
 def test_a_later_rl_step_drops_groups_without_requests(make, request):
     drafter = told(make(), A, [1, 2, 3, 1, 2])
     drafter.close(A)

@@ -38,13 +38,6 @@ def test_prompt_counts_once_however_many_samples_share_it():
     assert drafter.propose(A, 1).tokens == [9]
 
 
-def test_what_is_expected_is_product_of_shares_summed():
-    # After "1 2" came 5 twice and 6 once; whatever follows "2 5" or "5 1" is always the same.
-    drafter = drafter_of([1, 2, 5, 1, 2, 6, 1, 2, 5, 1, 2], max_match=2)
-    assert drafter.propose(A, 3) == Draft([5, 1, 2], pytest.approx(2 / 3 + 2 / 3 + 2 / 3))
-    assert drafter_of([1, 2, 3, 1, 2]).propose(A, 2).expected == 2.0
-
-
 def test_groups_without_requests_leave_over_a_bound():
     # A text of 500 random tokens takes 0.2 MB.
     drafter = drafter_of([*range(500)], history_mib=1)

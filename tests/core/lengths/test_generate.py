@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.refused import refused
 from tests.traces_of_lengths import of_samples
 from tltlab.errors import ConfigError
-from tltlab.lengths.fit import _survival, fit_lengths, pareto_tail, statistics
+from tltlab.lengths.fit import fit_lengths, pareto_tail, statistics
 from tltlab.lengths.generate import generate, generate_steps
 from tltlab.lengths.model import REGIMES, LengthModel, ParetoTail
 from tltlab.traces import metrics
@@ -178,28 +178,6 @@ def test_a_wrong_number_is_named(option, wrong):
 
 
 # Fitting
-
-
-def slow_survival(y, cut):
-    """Kaplan and Meier, value by value: share that ends later than each finished value."""
-    left, out = 1.0, {}
-    for value in sorted(set(y)):
-        ended = sum(v == value and not c for v, c in zip(y, cut, strict=True))
-        if ended:
-            left *= 1 - ended / sum(v >= value for v in y)
-            out[value] = left
-    return out
-
-
-@given(st.lists(st.tuples(st.integers(0, 8), st.booleans()), min_size=1, max_size=40))
-def test_survival_is_the_slow_one(rows):
-    y, cut = np.array([r[0] for r in rows], float), np.array([r[1] for r in rows])
-    values, middles, end = _survival(y, cut)
-    slow = slow_survival(y.tolist(), cut.tolist())
-    assert values.tolist() == list(slow)
-    before = [1.0, *slow.values()][: len(slow)]
-    assert middles == pytest.approx([1 - (a + b) / 2 for a, b in zip(before, slow.values(), strict=True)])
-    assert end == pytest.approx(1 - list(slow.values())[-1] if slow else 0.0)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.9])

@@ -12,7 +12,7 @@ from tltlab.policies.bandits import Hedge, Ucb1
 from tltlab.policies.policy import SHIPPED
 from tltlab.policies.reward import Reward, Window
 from tltlab.policies.selector import Selector
-from tltlab.policies.simple import AcceptLadder, BatchTable, Explore, bucket_of, checked_thresholds
+from tltlab.policies.simple import AcceptLadder, BatchTable, Explore
 from tltlab.state import Choice, StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
@@ -36,17 +36,6 @@ def test_a_table_looks_up_the_batch():
 
     # A strategy is listed once though rows repeat it.
     assert BatchTable([(1, DEEP), (4, SHALLOW), (8, DEEP)]).strategies == (DEEP, SHALLOW)
-
-
-THRESHOLDS = st.lists(st.integers(1, 600), min_size=1, max_size=6, unique=True).map(sorted)
-
-
-@given(THRESHOLDS, st.integers(0, 5000))
-def test_bucket_lookup_agrees_with_its_definition(thresholds, batch):
-    bucket = bucket_of(checked_thresholds(thresholds), batch)
-    assert 0 <= bucket < len(thresholds)
-    assert batch >= thresholds[bucket] or bucket == 0
-    assert bucket == len(thresholds) - 1 or batch < thresholds[bucket + 1]
 
 
 def test_exploration_is_uniform_in_blocks():
