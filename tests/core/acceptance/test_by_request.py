@@ -12,14 +12,14 @@ import tltlab
 from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.fakes.curves import CurveAcceptance
 from tests.refused import refused
+from tests.traces_of_lengths import iterations, of_samples
 from tltlab.acceptance.base import RequestArrays
 from tltlab.acceptance.curves import SiblingAcceptance, fit_siblings
 from tltlab.acceptance.load import load_acceptance
 from tltlab.errors import ConfigError, TraceError
 from tltlab.strategy import Strategy
 from tltlab.traces.drafts import recorded_drafts, walked_drafts
-from tltlab.traces.schema import KEY, Manifest
-from tltlab.traces.trace import Trace
+from tltlab.traces.schema import KEY
 
 CHAIN = Strategy.chain("ngram", 4)
 SPREAD = CurveAcceptance(keep_logits=(0.4,), spread=0.8)
@@ -78,28 +78,14 @@ def test_a_walk_refuses_what_was_not_recorded():
 
 
 def recording(accepted, batch, lengths):
-    n, key = len(accepted), {"rl_step": 0, "prompt_id": "p", "sample": range(len(lengths)), "turn": 0}
     ends = [float(sum(b > len(lengths) - 1 - rank for b in batch)) for rank in range(len(lengths))]
     order = np.argsort(np.argsort(lengths, kind="stable"), kind="stable")
-    tables = {
-        "workload": pd.DataFrame(key).assign(epoch=0, prompt_tokens=5, max_response_tokens=99, policy_version=0),
-        "outcomes": pd.DataFrame(key | {"response_tokens": lengths, "t_finish": [ends[rank] for rank in order]}).assign(
-            finish_reason="stop", worker=0, t_submit=0.0
-        ),
-        "iterations": pd.DataFrame(
-            {
-                "rl_step": 0, "worker": 0, "iteration": range(n), "t_start": np.arange(n) * 1.0, "duration": 1.0,
-                "batch": batch, "context_tokens": 10, "prefill_tokens": [10] + [0] * (n - 1),
-                "drafter": ["none" if a is None else "ngram" for a in accepted],
-                "draft_depth": [0 if a is None else 3 for a in accepted],
-                "top_k": [0 if a is None else 1 for a in accepted],
-                "tokens_to_verify": [1 if a is None else 4 for a in accepted],
-                "num_drafted": 0, "num_accepted": [sum(a or []) for a in accepted], "num_generated": batch,
-                "accepted_per_request": accepted,
-            }
-        ),
-    }  # fmt: skip
-    return Trace.from_tables(Manifest(kind="recorded"), tables)
+    depths = [0 if a is None else 3 for a in accepted]
+    prefills = [10] + [0] * (len(batch) - 1)
+    trace = of_samples(lengths, 99, worker=0, t_submit=0.0, t_finish=[ends[rank] for rank in order])
+    return trace.replace(
+        iterations=iterations(batch=batch, prefill_tokens=prefills, draft_depth=depths, accepted_per_request=accepted)
+    )
 
 
 def test_a_recording_attributes_drafts_to_requests():
@@ -117,8 +103,8 @@ def test_requests_run_until_their_clients_abort_them():
     whole = recording([None, [0, 1, 2], [1, 3], [0]], [3, 3, 2, 1], [2, 4, 10])
     # The last iteration came behind a stop string, and so did a token of another response.
     outcomes = whole.outcomes.assign(response_tokens=[2, 3, 9], discarded_tokens=[0, 1, 1])
-    iterations = whole.iterations.assign(num_generated=[3, 6, 5, 0])
-    drafts, notes = recorded_drafts(whole.replace(outcomes=outcomes, iterations=iterations))
+    table = whole.iterations.assign(num_generated=[3, 6, 5, 0])
+    drafts, notes = recorded_drafts(whole.replace(outcomes=outcomes, iterations=table))
     pd.testing.assert_frame_equal(drafts, recorded_drafts(whole)[0])
     assert len(drafts) == 6
     assert notes == []

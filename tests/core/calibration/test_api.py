@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from tests.refused import refused
+from tests.traces_of_lengths import iterations
 from tltlab.calibration.api import calibrate, parse_rl_steps
 from tltlab.calibration.iterations import recorded_rows
 from tltlab.costs.linear import FAR_TOKENS, LinearCosts
@@ -46,17 +47,11 @@ def rollout(depths=(0, 1, 2, 4), *, n=1000, steps=2, seed=0, noise="none", truth
             usual = np.exp(rng.normal(0, 0.08, n))
             busy = np.where(rng.random(n) < 0.01, 2 + 5 * rng.pareto(1.5, n), 1) if noise == "outliers" else 1
             verify, draft = verify * usual * busy, draft * usual
-        duration = verify + draft
-        columns = {
-            "rl_step": step, "worker": 0, "iteration": np.arange(n), "t_start": np.cumsum(duration) - duration,
-            "duration": duration, "draft_duration": draft, "batch": batch, "context_tokens": context,
-            "prefill_tokens": prefill, "drafter": np.where(depth > 0, "ngram", "none"), "draft_depth": depth,
-            "top_k": np.where(depth > 0, 1, 0), "tokens_to_verify": depth + 1, "num_drafted": drafted,
-            "num_accepted": [int(a.sum()) for a in accepted], "accepted_per_request": accepted,
-            "num_generated": [int(a.sum()) + b for a, b in zip(accepted, batch, strict=True)],
-            "next_draft_depth": following,
-        }  # fmt: skip
-        parts.append(pd.DataFrame(columns))
+        parts.append(iterations(
+            rl_step=step, duration=verify + draft, draft_duration=draft, batch=batch, context_tokens=context,
+            prefill_tokens=prefill, draft_depth=depth, num_drafted=drafted, accepted_per_request=accepted,
+            next_draft_depth=following,
+        ))  # fmt: skip
     lengths = log_normal(prompts=1, group_size=1, rl_steps=steps)
     tables = {"workload": lengths.workload, "outcomes": lengths.outcomes, "iterations": pd.concat(parts)}
     return Trace.from_tables(Manifest(kind="recorded", num_workers=1), tables)

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refused import refused
+from tests.traces_of_lengths import of_samples
 from tltlab.calibration.stages import fit_stages, workloads
 from tltlab.costs.load import load_stages
 from tltlab.costs.stages import InferenceCosts, RewardCosts, StageCosts, StepWorkload, SyncCosts, TrainCosts
 from tltlab.errors import ConfigError, TraceError
-from tltlab.traces.schema import Manifest
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import read
 
 TRACES = Path(__file__).resolve().parents[3] / "traces"
 PRESETS = TRACES.parent / "tltlab" / "costs" / "stage_presets"
@@ -39,11 +39,11 @@ def recorded(costs, *, rl_steps=12, noise=0.0, rewards=True):
         length = rng.integers(10, 100 * (1 + step % 5), n)
         differ = rng.random(4).repeat(4) < 0.5
         reward = np.where(differ, np.arange(n) % 2, 1.0) if rewards else np.full(n, np.nan)
-        rows += [(step, f"p{i // 4}", i % 4, 0, length[i], reward[i]) for i in range(n)]
-    keys = ["rl_step", "prompt_id", "sample", "turn"]
-    outcomes = pd.DataFrame(rows, columns=[*keys, "response_tokens", "reward"]).assign(finish_reason="stop")
-    work = outcomes[keys].assign(epoch=0, prompt_tokens=20, max_response_tokens=1000, policy_version=0)
-    trace = Trace.from_tables(Manifest(kind="recorded", num_workers=1), {"workload": work, "outcomes": outcomes})
+        rows += [(step, f"p{i // 4}", i % 4, length[i], reward[i]) for i in range(n)]
+    rl_step, prompts, sample, lengths, rewarded = map(list, zip(*rows, strict=True))
+    trace = of_samples(
+        lengths, 1000, prompt_id=prompts, sample=sample, rl_step=rl_step, prompt_tokens=20, reward=rewarded
+    )
     steps = []
     for step, w in workloads(trace).items():
         seconds = {"inference_s": costs.inference.seconds(w), "train_s": costs.train.seconds(w), "sync_s": 0.25}

@@ -2,7 +2,6 @@
 
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,15 +11,13 @@ from hypothesis import strategies as st
 
 from tests.core.costs.models import CHAIN, SHAPED, TABLE
 from tests.core.costs.models import TABLED as COSTS
+from tests.traces_of_lengths import iterations
 from tltlab.calibration.iterations import recorded_rows
 from tltlab.costs.load import load_costs
 from tltlab.costs.roofline import Hardware
 from tltlab.costs.table import IdealForward, TableCosts
 from tltlab.hardware import gpu, model
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.trace import read
-
-TRACES = Path(__file__).resolve().parents[3] / "traces"
 
 
 def test_speculation_verifies_more_tokens_and_adds_drafting():
@@ -106,23 +103,16 @@ def test_a_dip_within_noise_is_lifted():
     assert [k.seconds for k in lifted.forward] == [1.0, 1.0]
 
 
-def recorded(costs, num):
-    """A trace of `num` iterations that took what `costs` says."""
-    rng, whole, rows = np.random.default_rng(0), read(TRACES / "tiny"), []
-    for i in range(num):
-        batch, strategy = int(rng.integers(1, 64)), (NO_SPECULATION, CHAIN)[rng.integers(2)]
-        cost, context, prefill = costs.iteration(strategy), batch * int(rng.integers(50, 4000)), 500 * (i % 50 == 0)
-        took = cost.seconds(batch, context) + costs.prefill_s(prefill)
-        shape = strategy.drafter, strategy.draft_depth, strategy.draft_depth, strategy.top_k, strategy.draft_depth + 1
-        rows.append((i % 2, i, float(i), took, cost.draft_s(batch), batch, context, prefill, *shape, batch))
-    names = "worker iteration t_start duration draft_duration batch context_tokens prefill_tokens drafter draft_depth"
-    names += " next_draft_depth top_k tokens_to_verify num_generated"
-    table = pd.DataFrame(rows, columns=names.split()).assign(rl_step=whole.rl_steps[0], num_accepted=0)
-    return whole.replace(iterations=table.assign(num_drafted=table["batch"] * table["draft_depth"]))
-
-
 def test_predictions_of_iterations_are_the_models_own():
-    table = recorded(COSTS, num=200).iterations
+    rng, rows = np.random.default_rng(0), []
+    for i in range(200):
+        batch, strategy = int(rng.integers(1, 64)), (NO_SPECULATION, CHAIN)[rng.integers(2)]
+        cost, context, prefill = COSTS.iteration(strategy), batch * int(rng.integers(50, 4000)), 500 * (i % 50 == 0)
+        took = cost.seconds(batch, context) + COSTS.prefill_s(prefill)
+        depth = strategy.draft_depth
+        rows.append((i % 2, took, cost.draft_s(batch), batch, context, prefill, strategy.drafter, depth, depth))
+    names = "worker duration draft_duration batch context_tokens prefill_tokens drafter draft_depth next_draft_depth"
+    table = iterations(**pd.DataFrame(rows, columns=names.split()))
     idle_s = np.where(table["draft_depth"] > 0, 0.0, 2e-4)
     assert COSTS.predict(recorded_rows(table)) == pytest.approx(table["duration"] + idle_s)
 

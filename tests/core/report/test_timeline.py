@@ -10,6 +10,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from tests.refused import refused
+from tests.traces_of_lengths import iterations, of_samples
 from tltlab.errors import TraceError
 from tltlab.lengths.generate import log_normal
 from tltlab.report.timeline import timeline, to_perfetto, write_perfetto
@@ -17,29 +18,20 @@ from tltlab.sim import simulate
 from tltlab.traces import metrics
 from tltlab.traces.lanes import aligned_offsets, lanes, median_step
 from tltlab.traces.schema import SPAN_KINDS, Manifest
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import read
 
 
 def recorded(num_workers=2, spans=None, iterations=None, steps=None, name="small", num_steps=1):
     """One response per worker and RL step; worker w finishes at w + 1 s plus the RL step's number."""
     step, worker = (axis.ravel() for axis in np.indices((num_steps, num_workers)))
-    key = pd.DataFrame({"rl_step": step, "prompt_id": [f"p{w}" for w in worker], "sample": 0})
-    workload = key.assign(epoch=0, prompt_tokens=1, max_response_tokens=99, policy_version=0)
-    outcomes = key.assign(
-        response_tokens=9, finish_reason="stop", worker=worker, t_submit=0.0, t_finish=worker + 1.0 + step
-    )
-    tables = {"workload": workload, "outcomes": outcomes, "iterations": iterations, "steps": steps}
+    trace = of_samples(
+        np.full_like(step, 9), 99, prompt_id=[f"p{w}" for w in worker], sample=0, rl_step=step, worker=worker,
+        t_submit=0.0, t_finish=worker + 1.0 + step,
+    )  # fmt: skip
+    tables = {"iterations": iterations, "steps": steps}
     if spans is not None:
         tables["spans"] = pd.DataFrame(spans, columns=["lane", "kind", "t_start", "duration"]).assign(rl_step=0)
-    return Trace.from_tables(Manifest(kind="recorded", name=name, num_workers=num_workers), tables)
-
-
-COUNTS = ("prefill_tokens", "draft_depth", "top_k", "num_drafted", "num_accepted", "num_generated")
-
-
-def iterations(**columns):
-    ones = dict.fromkeys(("batch", "context_tokens", "tokens_to_verify"), 1)
-    return pd.DataFrame({"rl_step": 0, "worker": [0], "iteration": 0} | ones | dict.fromkeys(COUNTS, 0) | columns)
+    return trace.replace(manifest=Manifest(kind="recorded", name=name, num_workers=num_workers), **tables)
 
 
 def steps(**columns):
@@ -55,7 +47,9 @@ def told(trace, rl_step=0):
 
 
 TIMES = {"worker": [0, 0, 0, 1], "t_start": [0.0, 0.5, 1.0, 0.0], "duration": [0.5, 0.5, 0.5, 2.0]}
-WORKED = iterations(**TIMES, iteration=[0, 1, 2, 0], prefill_tokens=[7, 0, 0, 0], num_drafted=[0, 0, 0, 4])
+WORKED = iterations(
+    **TIMES, batch=1, num_generated=0, iteration=[0, 1, 2, 0], prefill_tokens=[7, 0, 0, 0], num_drafted=[0, 0, 0, 4]
+)
 ON_0 = [("worker 0", "decode", 0.0, 0.4), ("worker 0", "decode", 0.4, 0.6), ("worker 0", "spot_train", 1.5, 0.5)]
 SPANS = [*ON_0, ("worker 10", "decode", 0.0, 2.0), ("worker 1", "decode", 0.0, 2.0), ("trainer", "train", 2.0, 1.0)]
 TRAINED = steps(rl_step=[0], reward_s=0.25, train_s=1.0, sync_s=0.5)
@@ -235,7 +229,7 @@ def test_perfetto_files_keep_to_the_trace_event_format(tmp_path, kind):
 
 
 def test_iterations_are_slices_with_arguments():
-    table = iterations(t_start=0.5, duration=0.25, batch=3, draft_depth=4, num_drafted=12, num_accepted=6)
+    table = iterations(t_start=[0.5], duration=0.25, batch=3, draft_depth=4, num_accepted=6)
     found = [e for e in to_perfetto(recorded(iterations=table))["traceEvents"] if e["name"] == "iteration"]
     assert [(e["ts"], e["dur"], e["args"]["batch"], e["args"]["num_accepted"]) for e in found] == [(5e5, 2.5e5, 3, 6)]
     json.dumps(found)

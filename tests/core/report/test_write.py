@@ -33,10 +33,10 @@ from tltlab.report.parts import (
     verify_part,
 )
 from tltlab.report.write import report, verdict
-from tltlab.traces.schema import Manifest
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.schema import KEY
+from tltlab.traces.trace import read
 
-from ...traces_of_lengths import of_lengths
+from ...traces_of_lengths import iterations, of_lengths, of_samples
 
 TINY = Path(__file__).parents[3] / "traces" / "tiny"
 
@@ -193,24 +193,12 @@ def test_series_of_a_chart_can_be_told_apart_by_a_script(page):
 
 def test_responses_are_marked_where_a_draft_was_kept(tmp_path):
     """Three responses on one worker: tokens 1, drafts of depth 2 that keep 2, 0 and 1 for the first of them."""
-    key = {"rl_step": 0, "prompt_id": "p", "sample": [0, 1, 2], "turn": 0}
     kept = [[0, 0, 0], [2, 0, 1], [0, 1], [1]]
     lengths = [1 + 3 + 1 + 2, 1 + 1 + 2, 1 + 2]
-    iterations = pd.DataFrame(
-        {
-            "rl_step": 0, "worker": 0, "iteration": range(4), "t_start": range(4), "duration": 1.0,
-            "batch": [3, 3, 2, 1], "context_tokens": 10, "prefill_tokens": 0, "drafter": [None, *["ngram"] * 3],
-            "draft_depth": [0, 2, 2, 2], "top_k": [0, 1, 1, 1], "tokens_to_verify": [1, 3, 3, 3],
-            "num_drafted": [0, 6, 4, 2], "num_accepted": [sum(row) for row in kept],
-            "num_generated": [len(row) + sum(row) for row in kept], "accepted_per_request": kept,
-        }
-    )  # fmt: skip
-    workload = pd.DataFrame({**key, "epoch": 0, "prompt_tokens": 2, "max_response_tokens": 99, "policy_version": 0})
-    outcomes = pd.DataFrame({**key, "response_tokens": lengths, "finish_reason": "stop", "reward": [0.5, 1.0, 0.0],
-                             "worker": 0, "t_submit": 0.0, "t_finish": [4.0, 3.0, 2.0]})  # fmt: skip
-    tokens = pd.DataFrame({**key, "prompt_token_ids": [[8, 9]] * 3, "token_ids": [list(range(n)) for n in lengths]})
-    tables = {"workload": workload, "outcomes": outcomes, "tokens": tokens, "iterations": iterations}
-    part = responses_part(Trace.from_tables(Manifest(kind="recorded"), tables), tmp_path, None)
+    made = iterations(batch=[3, 3, 2, 1], draft_depth=[0, 2, 2, 2], accepted_per_request=kept)
+    trace = of_samples(lengths, 99, reward=[0.5, 1.0, 0.0], worker=0, t_submit=0.0, t_finish=[4.0, 3.0, 2.0])
+    tokens = trace.outcomes[[*KEY]].assign(prompt_token_ids=[[8, 9]] * 3, token_ids=[list(range(n)) for n in lengths])
+    part = responses_part(trace.replace(tokens=tokens, iterations=made), tmp_path, None)
     drafters, longest, highest, lowest = (block for block in part.blocks if isinstance(block, Transcript))
     assert [(piece.text, piece.drafter) for piece in drafters.pieces] == [("ngram", 1)]
     assert all(fact in longest.label for fact in ("longest", "reward 0.5", "7 tokens", "stop"))

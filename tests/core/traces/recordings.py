@@ -7,6 +7,8 @@ import multiprocessing
 from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest
 
+from ...traces_of_lengths import iterations as made
+
 MANIFEST = Manifest(kind="recorded", name="live", num_workers=2, model="m", group_size=1, seed=3, hardware="h")
 FORKING = multiprocessing.get_context("fork")
 Rows = list[dict[str, object]]
@@ -29,10 +31,7 @@ def rows(step, attempt=0):
 
 
 def iterations(step):
-    row = {"rl_step": step, "worker": 0, "duration": 1.0, "batch": 4, "context_tokens": 12, "prefill_tokens": 0,
-           "draft_depth": 0, "top_k": 0, "tokens_to_verify": 1, "num_drafted": 0, "num_accepted": 0,
-           "num_generated": 4}  # fmt: skip
-    return [row | {"iteration": i, "t_start": float(i)} for i in range(2)]
+    return made(rl_step=step, batch=[4, 4]).to_dict("records")
 
 
 def add(recorder, step, attempt=0):

@@ -40,11 +40,9 @@ def write_steps(path, steps):
     return path
 
 
-def responses(least):
-    """RL step, prompt, sample and length of responses, at least so many."""
-    prompts = st.sampled_from(["a", "b", "é"])
-    row = st.tuples(st.integers(0, 4), prompts, st.integers(0, 3), st.integers(1, 64))
-    return st.lists(row, min_size=least, max_size=30, unique_by=lambda row: row[:3])
+RESPONSE = st.tuples(st.integers(0, 4), st.sampled_from(["a", "b", "é"]), st.integers(0, 3), st.integers(1, 64))
+responses = st.lists(RESPONSE, min_size=1, max_size=30, unique_by=lambda row: row[:3])
+"""RL step, prompt, sample and length of each."""
 
 
 def peak_bytes(work):

@@ -7,31 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.refused import refused
+from tests.traces_of_lengths import iterations, of_samples
 from tltlab.errors import TraceError
 from tltlab.lengths.generate import log_normal
 from tltlab.traces import metrics
 from tltlab.traces.schema import Manifest
-from tltlab.traces.trace import Trace
 
 
 def rollout(finish, *, workers=None, tokens=None, submit=0.0, prompts=None, rl_step=0, num_workers=None, **tables):
     """A trace of one response per entry of `finish`."""
     num = len(finish)
-    key = pd.DataFrame({"rl_step": rl_step, "prompt_id": prompts or [f"p{i}" for i in range(num)], "turn": 0})
-    key["sample"] = range(num)
-    workload = key.assign(epoch=0, prompt_tokens=1, max_response_tokens=10**6, policy_version=0)
-    outcomes = key.assign(
-        response_tokens=tokens or 1, finish_reason="stop", worker=workers, t_submit=submit, t_finish=finish
-    )
-    manifest = Manifest(kind="recorded", num_workers=num_workers)
-    return Trace.from_tables(manifest, {"workload": workload, "outcomes": outcomes, **tables})
-
-
-def iterations(**columns):
-    fixed = {"rl_step": 0, "worker": 0, "t_start": 0.0, "duration": 0.1, "context_tokens": 1, "prefill_tokens": 0,
-             "draft_depth": 3, "top_k": 1, "tokens_to_verify": 4, "num_generated": 1}  # fmt: skip
-    frame = pd.DataFrame(columns)
-    return frame.assign(iteration=range(len(frame)), **fixed)
+    trace = of_samples(
+        tokens or [1] * num, 10**6, prompt_id=prompts or [f"p{i}" for i in range(num)], rl_step=rl_step,
+        worker=workers, t_submit=submit, t_finish=finish,
+    )  # fmt: skip
+    return trace.replace(manifest=Manifest(kind="recorded", num_workers=num_workers), **tables)
 
 
 MEASURED = pd.DataFrame({"rl_step": [0], "t_start": 0.0, "rollout_s": 6.0, "policy_version": 0})
@@ -43,9 +33,7 @@ MEASURED = pd.DataFrame({"rl_step": [0], "t_start": 0.0, "rollout_s": 6.0, "poli
         (metrics.rollout_s, rollout([2.0, 5.0], submit=[0.5, 1.0]), {0: 4.5}),
         (metrics.rollout_s, rollout([2.0, 5.0], steps=MEASURED), {0: 6.0}),
         (metrics.makespan_s, rollout([3.0, 4.0, 5.0, 6.0], rl_step=[0, 0, 1, 1]), 5.0),
-        (metrics.tokens_per_s, rollout([4.0, 8.0], tokens=[100, 300]), 50.0),
         (metrics.length_percentiles, rollout([1.0] * 3, tokens=[1, 2, 3]), pytest.approx([2.0, 2.9, 3.0])),
-        (metrics.bubble_fraction, rollout([5.0, 10.0], workers=[0, 1]), 0.25),
         (metrics.bubble_fraction, rollout([5.0, 10.0]), None),
         # Of 8, one running is not fewer than an eighth.
         (metrics.tail_fraction, rollout([1.0] * 7 + [10.0]), 0.0),
@@ -72,9 +60,8 @@ def test_spans_state_when_a_worker_was_busy():
 
 
 def test_accept_length_counts_bonus_tokens_of_drafted_iterations():
-    table = iterations(
-        batch=[2, 8, 4], num_drafted=[6, 0, 6], num_accepted=[4, 0, 2], accepted_per_request=[[3, 1], None, [2, 0]]
-    )
+    kept = [[3, 1], None, [2, 0]]
+    table = iterations(batch=[2, 8, 4], draft_depth=[3, 0, 3], accepted_per_request=kept)
     assert metrics.mean_accept_length(rollout([1.0], iterations=table)) == 1 + 6 / 4
     unknown = table.assign(accepted_per_request=None)
     assert metrics.mean_accept_length(rollout([1.0], iterations=unknown)) == 1 + 6 / 6

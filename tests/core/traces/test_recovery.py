@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.refused import refused
+from tests.traces_of_lengths import of_samples
 from tltlab.errors import ConfigError, RunError, TraceError
 from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest
@@ -183,14 +184,11 @@ def engine(path, *steps, created_s=0, version=None, closed=True, keys=None, mode
     manifest = Manifest(kind="recorded", created=created, model=model, num_workers=1, source="tltlab", hardware="h")
     recorder = Recorder(path, manifest)
     for step, start, lengths in steps:
-        key = [{"rl_step": step, "prompt_id": p, "sample": n} for n, p in enumerate(keys or ["p"] * len(lengths))]
+        trace = of_samples(lengths, 99, prompt_id=keys or "p", rl_step=step, worker=0, t_submit=0.0, t_finish=lengths)
         policy_version = step if version is None else version
-        told = {"epoch": 0, "prompt_tokens": 3, "max_response_tokens": 99, "policy_version": policy_version}
-        times = {"finish_reason": "stop", "worker": 0, "t_submit": 0.0}
         recorder.append("steps", [{"rl_step": step, "t_start": start, "policy_version": policy_version}])
-        recorder.append("workload", [k | told for k in key])
-        ends = [times | {"response_tokens": n, "t_finish": float(n)} for n in lengths]
-        recorder.append("outcomes", [k | end for k, end in zip(key, ends, strict=True)])
+        recorder.append("workload", trace.workload.assign(policy_version=policy_version).to_dict("records"))
+        recorder.append("outcomes", trace.arrow("outcomes"))
         recorder.append("iterations", iterations(step))
     if closed:
         recorder.close()

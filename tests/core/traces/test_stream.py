@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.refused import refused
+from tests.traces_of_lengths import iterations
 from tltlab.errors import TraceError
 from tltlab.traces import metrics, storage
 from tltlab.traces import trace as trace_module
@@ -66,7 +67,7 @@ def test_a_trace_without_rl_steps_is_one(tmp_path):
 
 
 @settings(max_examples=15, deadline=None)
-@given(rows=responses(1), group_rows=st.integers(1, 50), chunk_bytes=st.sampled_from([1, 300, 1 << 20]))
+@given(rows=responses, group_rows=st.integers(1, 50), chunk_bytes=st.sampled_from([1, 300, 1 << 20]))
 def test_any_order_of_row_groups_is_read(rows, group_rows, chunk_bytes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace")
     key = pd.DataFrame([row[:3] for row in rows], columns=["rl_step", "prompt_id", "sample"])
@@ -78,6 +79,7 @@ def test_any_order_of_row_groups_is_read(rows, group_rows, chunk_bytes, tmp_path
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(trace_module, "CHUNK_BYTES", chunk_bytes)
         trace = read(folder)
+        assert read(trace.write(folder / "again")).outcomes.equals(trace.outcomes)
         found = {one.rl_steps[0]: (one.workload, one.outcomes) for one in trace.iter_rl_steps()}
         counts = count(trace)
     assert trace.outcomes.equals(pd.concat([made for _, made in found.values()], ignore_index=True))
@@ -112,10 +114,8 @@ def test_metrics_do_not_depend_on_the_reader(tmp_path, tiny_chunks):
 
 
 def test_rows_outside_the_rl_steps_count_once(tmp_path, monkeypatch):
-    constant = {"worker": 0, "iteration": 0, "t_start": 0.0, "duration": 0.1, "context_tokens": 1, "prefill_tokens": 0}
-    strategy = {"draft_depth": 3, "top_k": 1, "tokens_to_verify": 4, "num_drafted": 3, "num_generated": 4}
-    iterations = pd.DataFrame({"rl_step": [0, 1, 9], "batch": [1, 2, 4], "num_accepted": 3, **constant, **strategy})
-    trace = whole(2).replace(iterations=iterations)
+    table = iterations(rl_step=[0, 1, 9], batch=[1, 2, 4], draft_depth=3, num_accepted=3)
+    trace = whole(2).replace(iterations=table)
     expected = metrics.mean_accept_length(trace)
     assert expected == 1 + 9 / 7
     path = trace.write(tmp_path / "t")

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,10 +19,11 @@ from tltlab.drafters.ngram import NgramDrafter
 from tltlab.drafters.specs import TEXT
 from tltlab.errors import ConfigError
 from tltlab.traces.drafts import RecordedResponse, recorded_responses
-from tltlab.traces.schema import KEY, MANIFEST_FILE, Manifest
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.schema import KEY, MANIFEST_FILE
+from tltlab.traces.trace import read
 
 from ....annotation_agreement import agreement
+from ....traces_of_lengths import iterations, of_samples
 
 TINY = Path(__file__).resolve().parents[4] / "traces" / "tiny"
 
@@ -76,13 +76,9 @@ def kept(drafter, responses, depth):
 
 def trace_of(texts, **outcomes):
     """One group of responses; `outcomes` are further columns, all else is unknown."""
-    keys = pd.DataFrame({"rl_step": 0, "prompt_id": "p", "sample": range(len(texts)), "turn": 0})
-    tables = {
-        "workload": keys.assign(epoch=0, prompt_tokens=2, max_response_tokens=50, policy_version=0),
-        "outcomes": keys.assign(response_tokens=[len(t) for t in texts], finish_reason="stop", **outcomes),
-        "tokens": keys.assign(prompt_token_ids=[[1, 2]] * len(texts), token_ids=list(texts)),
-    }
-    return Trace.from_tables(Manifest(kind="recorded"), tables)
+    trace = of_samples([len(t) for t in texts], 50, **outcomes)
+    tokens = trace.outcomes[[*KEY]].assign(prompt_token_ids=[[1, 2]] * len(texts), token_ids=list(texts))
+    return trace.replace(tokens=tokens)
 
 
 @pytest.mark.parametrize(
@@ -124,17 +120,12 @@ def test_turn_is_unknown_before_last_is_over():
 
 
 def test_recorded_iterations_time_each_token():
-    columns = {
-        "rl_step": 0, "worker": 0, "iteration": range(3), "t_start": [0.0, 1.0, 2.0], "duration": 1.0,
-        "batch": [2, 2, 1], "context_tokens": 9, "prefill_tokens": 0, "drafter": ["none", "ngram", "ngram"],
-        "draft_depth": [0, 3, 3], "top_k": [0, 1, 1], "tokens_to_verify": [1, 4, 4], "num_drafted": 0,
-        "num_accepted": [0, 3, 2], "num_generated": [2, 5, 3], "accepted_per_request": [None, [2, 1], [2]],
-    }  # fmt: skip
+    table = iterations(batch=[2, 2, 1], draft_depth=[0, 3, 3], accepted_per_request=[None, [2, 1], [2]])
     bare = trace_of([[5, 6, 7, 8], [5, 6, 7, 8, 9]], worker=0, t_first_token=0.5, t_finish=9.0)
-    told = bare.replace(iterations=pd.DataFrame(columns))
+    told = bare.replace(iterations=table)
     assert [r.times_s.tolist() for r in recorded_responses(told)] == [[1, 2, 2, 2], [1, 2, 2, 3, 3]]
     # Batches that do not follow from the lengths say nothing: then it is first token and finish.
-    wrong = bare.replace(iterations=pd.DataFrame(columns | {"batch": [2, 2, 2], "accepted_per_request": None}))
+    wrong = bare.replace(iterations=table.assign(batch=2, accepted_per_request=None))
     assert [r.times_s[-1] for r in recorded_responses(wrong)] == [9.0, 9.0]
 
 
