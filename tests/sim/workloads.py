@@ -26,10 +26,7 @@ COSTS = LinearCosts(
     base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,
     draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-5,
 )  # fmt: skip
-FREE = LinearCosts(
-    base_s=0.0, per_request_s=0.0, per_token_s=0.0, per_context_s=0.0, sd_base_s=0.0, sd_idle_s=0.0,
-    draft_level_s=0.0, draft_level_per_request_s=0.0, prefill_per_token_s=0.0,
-)  # fmt: skip
+FREE = LinearCosts.model_validate(dict.fromkeys(COSTS.model_fields_set, 0.0))
 """Nothing costs anything: what a test means to cost it names with `model_copy`."""
 
 
@@ -101,10 +98,15 @@ def requests_of(lengths, prompts=20, *, cap=8192, group=1):
     )
 
 
+def counterfactuals(keys, positions, depth, drafter="ngram"):
+    """A table of what would have been accepted, of `depth` drafted tokens, at each position of each response."""
+    table = pd.DataFrame(keys, columns=KEY).assign(drafter=drafter, drafter_age=0, max_depth=depth)
+    return table.assign(accept_if_drafted=[np.array(p, np.uint8) for p in positions])
+
+
 def with_positions(trace, positions, drafter="ngram"):
-    """The trace with what would have been accepted, of 8 drafted tokens, at each position of each response."""
-    table = trace.outcomes[list(KEY)].assign(drafter=drafter, drafter_age=0, max_depth=8)
-    return trace.replace(acceptance=table.assign(accept_if_drafted=[np.array(p, np.uint8) for p in positions]))
+    """The trace with that table, of 8 drafted tokens."""
+    return trace.replace(acceptance=counterfactuals(trace.outcomes[list(KEY)], positions, 8, drafter))
 
 
 def typed(capsys, *args):

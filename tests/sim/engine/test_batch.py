@@ -1,7 +1,6 @@
 """One batch, whatever its source of gains: what was drafted for each request, and expected gains by a single clock."""
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from tltlab.acceptance.base import ConstantAcceptance
@@ -12,7 +11,7 @@ from tltlab.sim.engine.regime import Regimes
 from tltlab.state import recent_acceptance
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from ..workloads import COSTS, requests_of
+from ..workloads import COSTS, counterfactuals, requests_of
 
 DEEP, SHALLOW = Strategy.chain("ngram", 4), Strategy.chain("ngram", 1)
 TWO_KEPT = ConstantAcceptance(tokens=3.0)
@@ -22,10 +21,8 @@ INF = np.inf
 
 def replayed(requests, *, positions):
     """A batch in which the recorded acceptance of each request goes through `positions` again and again."""
-    table = pd.DataFrame(requests.keys, columns=["rl_step", "prompt_id", "sample", "turn"])
-    rows = [np.resize(np.array(positions, np.uint8), n) for n in requests.response_tokens]
-    table = table.assign(drafter="ngram", drafter_age=0, max_depth=4, accept_if_drafted=rows)
-    return Batch(requests, Replayed(requests, TraceAcceptance(table)))
+    rows = [np.resize(positions, n) for n in requests.response_tokens]
+    return Batch(requests, Replayed(requests, TraceAcceptance(counterfactuals(requests.keys, rows, 4))))
 
 
 SOURCES = {

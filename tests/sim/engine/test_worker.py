@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +19,7 @@ from tltlab.policies.policy import load_policy
 from tltlab.policies.selector import Selector, chosen
 from tltlab.policies.simple import BatchTable, Fixed
 from tltlab.policies.wrappers import ElasticActivation, Wrapper
-from tltlab.sim.engine.batch import Batch, Expected, FluidBatch, Gains, until_done
+from tltlab.sim.engine.batch import Batch, Expected, FluidBatch, Gains
 from tltlab.sim.engine.by_request import Drawn, Rates, Replayed
 from tltlab.sim.engine.random_numbers import num_reached, request_seeds, uniforms
 from tltlab.sim.engine.regime import Regimes
@@ -30,7 +29,7 @@ from tltlab.sim.placement import PLACEMENTS, place
 from tltlab.state import Choice
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from ..workloads import COSTS, HALF, Ruled, requests_of
+from ..workloads import COSTS, HALF, Ruled, counterfactuals, requests_of
 from .slow_oracle import expected, finish_times
 
 SECONDS = st.floats(0, 1e-2)
@@ -223,12 +222,12 @@ def test_acceptance_by_request_takes_time_of_its_iterations(req, cost, alpha, th
 @HALF
 @given(requests(), costs(), THRESHOLDS, SEEDS)
 def test_replayed_acceptance_takes_the_time_of_its_iterations(req, cost, threshold, seed):
-    table = counterfactuals(req, seed)
-    acceptance = TraceAcceptance(table)
+    rng = np.random.default_rng(seed)
+    positions = [rng.integers(0, 6, n) for n in req.response_tokens]
+    acceptance = TraceAcceptance(counterfactuals(req.keys, positions, 5))
 
     def recorded(request, generated, num_speculative, regime):
-        positions = table["accept_if_drafted"][request]
-        return 1.0 + min(regime.most, int(positions[int(generated)]))
+        return 1.0 + min(regime.most, int(positions[request][int(generated)]))
 
     assert_agree(req, cost, acceptance, lambda r: Batch(r, Replayed(r, acceptance)), threshold, gain=recorded)
 
@@ -341,13 +340,6 @@ def test_choices_that_stay_pass_many_iterations(hold, sampled, capacity):
     assert num_steps[0] < (120 if capacity is None and not sampled else 0.5 * num_steps[1])
 
 
-def counterfactuals(req, seed):
-    rng = np.random.default_rng(seed)
-    table = pd.DataFrame(req.keys, columns=["rl_step", "prompt_id", "sample", "turn"])
-    positions = [rng.integers(0, 6, n).astype(np.uint8) for n in req.response_tokens]
-    return table.assign(drafter="ngram", drafter_age=0, max_depth=5, accept_if_drafted=positions)
-
-
 class Noted(IdleUse):
     """Keeps every call."""
 
@@ -391,15 +383,3 @@ def test_thresholds_reached_are_counted_as_by_a_search(size, thresholds):
     by_row = [np.searchsorted(row, numbers, side="right") for row, numbers in zip(ascending, drawn, strict=True)]
     assert num_reached(drawn, ascending).tolist() == np.array(by_row).tolist()
     assert num_reached(drawn, ascending[0]).tolist() == np.searchsorted(ascending[0], drawn, side="right").tolist()
-
-
-@given(st.lists(st.lists(st.integers(1, 4), min_size=6, max_size=6), min_size=1, max_size=4), st.data())
-def test_gains_end_with_first_request_or_room(gains, data):
-    remaining = np.array([data.draw(st.integers(1, 30)) for _ in gains], np.float64)
-    room = data.draw(st.sampled_from([np.inf, 0.0, 5.0, 11.0]))
-    used = 0
-    for used in range(1, 7):
-        gained = np.array(gains)[:, :used].sum(axis=1)
-        if (gained >= remaining).any() or (len(gains) > 1 and gained.sum() > room):
-            break
-    assert until_done(np.array(gains), remaining, room).shape == (len(gains), used)
