@@ -195,13 +195,6 @@ topologies = st.sampled_from([Colocated(), Separate(), OVERLAP])
 
 @HALF
 @given(runs, costs)
-def test_colocated_step_is_sum_of_its_stages(ends, stages):
-    steps = run_steps(rollouts(*ends), stages).steps
-    assert steps["step_s"].to_numpy() == pytest.approx(steps[["rollout_s", *STAGES]].sum(axis=1).to_numpy())
-
-
-@HALF
-@given(runs, costs)
 def test_overlap_is_never_slower_than_waiting(ends, stages):
     result = run_steps(rollouts(*ends), stages, topology=OVERLAP)
     steps = result.steps
@@ -219,6 +212,8 @@ def test_no_rl_step_is_shorter_than_its_work(ends, stages, topology):
     steps, total = result.steps, result.steps[["rollout_s", *STAGES]].sum()
     longest = steps[["rollout_s", *STAGES]].max(axis=1)
     assert (steps["latency_s"] >= longest * (1 - 1e-9)).all()
+    if isinstance(topology, Colocated):
+        assert steps["step_s"].tolist() == pytest.approx(steps[["rollout_s", *STAGES]].sum(axis=1).tolist())
     if topology.max_staleness == 0:
         assert (steps["step_s"] >= longest * (1 - 1e-9)).all()
     trained_s = total["inference_s"] + total["reward_s"] + total["train_s"]

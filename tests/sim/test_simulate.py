@@ -22,7 +22,6 @@ from tltlab.sim.cli.simulate import simulate as command
 from tltlab.sim.engine import record
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.study.compare import compare
-from tltlab.sim.study.what_if import what_if
 from tltlab.sim.tuning.tune import TuneConfig, tune
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces import metrics
@@ -87,7 +86,6 @@ def fixed(strategy=CHAIN, threshold=None):
             [3, 4, 7],
             id="speculates below a threshold",
         ),
-        pytest.param((20, 200), {}, {"max_response_tokens": 50}, [1, 1], [20, 50], id="a lower cap cuts"),
     ],
 )
 def test_worked_examples_take_the_time_of_their_iterations(response_tokens, terms, options, first_s, finish_s):
@@ -309,11 +307,11 @@ def test_the_command_simulates_whole_rl_steps(tmp_path, capsys, as_json):
         command(tmp_path / "t", costs="cpu-small", stages="cpu-small", topology="moon")
 
 
-def test_a_lower_cap_is_in_the_trace():
+def test_a_lower_cap_cuts_and_is_in_the_trace():
     trace = simulate(lengths(20, 200), "none", costs=ONE_SECOND, max_response_tokens=50).trace
     assert trace.outcomes["response_tokens"].tolist() == [20, 50]
     assert trace.outcomes["finish_reason"].tolist() == ["stop", "length"]
-    assert trace.workload["max_response_tokens"].max() == 50
+    assert trace.workload["max_response_tokens"].max() == trace.outcomes["t_finish"].max() == 50
 
 
 def test_a_simulation_never_replaces_a_recording(tmp_path):
@@ -452,32 +450,29 @@ class Ngarm(Selector):
         return self.strategies[0]
 
 
-@pytest.mark.parametrize("policy", ["ngarm:4", Strategy.chain("ngarm", 4), Ngarm], ids=("text", "strategy", "class"))
-@pytest.mark.parametrize("ask", [simulate, lambda *args, **options: compare(args[0], [args[1]], **options)])
-def test_an_unknown_drafter_is_refused(ask, policy):
-    with refused(ConfigError, naming=("'ngarm'", "'ngram'")):
-        ask("traces/tiny", policy, acceptance="geometric:0.7")
+UNKNOWN = ("'ngarm'", "'ngram'")
 
 
 @pytest.mark.parametrize(
-    ("ask", "naming"),
+    ("ask", "options", "naming"),
     [
-        (lambda: tune("traces/tiny", drafters=("ngarm",), acceptance="geometric:0.7"), ("'ngarm'", "'ngram'")),
-        (lambda: what_if("traces/tiny", drafter="ngarm", accept=0.7), ("'ngarm'", "'ngram'")),
-        (lambda: simulate("traces/tiny", "ngram:4x2/7", acceptance="constant:2"), ("ngram:4x2/7", "top_k", 2)),
+        *((simulate, {"policy": unknown}, UNKNOWN) for unknown in ("ngarm:4", Ngarm.strategies[0], Ngarm)),
+        *((compare, {"policies": [unknown]}, UNKNOWN) for unknown in ("ngarm:4", Ngarm.strategies[0], Ngarm)),
+        (tune, {"drafters": ("ngarm",)}, UNKNOWN),
+        (simulate, {"policy": "ngram:4x2/7"}, ("ngram:4x2/7", "top_k", 2)),
         (
-            lambda: compare("traces/tiny", {"a": "ngram:4", "b": {
+            compare,
+            {"policies": {"a": "ngram:4", "b": {
                 "selector": {"kind": "fixed", "strategy": "ngram:2"},
                 "drafters": {"ngram": {"kind": "learned", "method": "mtp"}},
-            }}, acceptance="geometric:0.7"),
+            }}},
             ("policy b", "'ngram'"),
         ),
     ],
-    ids=["tune", "what-if", "tree", "two kinds by one name"],
 )  # fmt: skip
-def test_what_no_drafter_of_run_drafts_is_refused(ask, naming):
+def test_what_no_drafter_of_run_drafts_is_refused(ask, options, naming):
     with refused(ConfigError, naming=naming):
-        ask()
+        ask("traces/tiny", acceptance="geometric:0.7", **options)
 
 
 def test_an_engine_that_waits_takes_its_waiting_longer():
