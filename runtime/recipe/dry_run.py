@@ -138,6 +138,7 @@ class MemorySizes:
         self.engine_value = _value_bytes(rollout.vllm.get("dtype"), on_gpu=self.on_gpu)
         self.trainer_value = _value_bytes(recipe.train.dtype, on_gpu=self.on_gpu)
         self.drafter_value = _value_bytes(None, on_gpu=self.on_gpu)
+        self.shards = recipe.train.ranks > 1 or self.trainer_value == 2
         # Tokens of the longest prompt and response; responses of one rollout; running ones in an engine.
         self.tokens = context_tokens(recipe)
         self.responses = rollout.prompts_per_step * rollout.group_size
@@ -276,7 +277,7 @@ def _trainer(sizes: MemorySizes, table: MemoryPlan) -> None:
         add(name, num_bytes, formula, resident)
         on_host(name, num_bytes, f"{formula}, offloaded", on_cpu)
     add("gradients", 4 * trained, f"4 bytes x {what} / ranks", TRAINING)
-    if train.ranks > 1 or value == 2:
+    if sizes.shards:
         gathered = value * (sizes.shared_params + 2 * shape.layer_params)
         formula = f"{value} bytes x (embedding, LM head, a layer and the next) (FSDP2)"
         add("gathered weights", gathered, formula, TRAINING)
@@ -294,10 +295,10 @@ def _trainer(sizes: MemorySizes, table: MemoryPlan) -> None:
     add("activations", activations, f"{formula}, {tokens} tokens", TRAINING)
     # Logits and one copy in float32, and a bfloat16 copy where that is the compute dtype. The LM head's gradient is
     # summed in float32, chunk by chunk, and FSDP2 reduces a layer's while the next one's is computed.
-    each, trains_all, shards = (8 if value == 4 else 10), train.lora is None, train.ranks > 1 or value == 2
-    head = each * min(tokens * shape.vocab, LOGITS) + trains_all * (4 + shards * value) * shape.head_params
+    each, trains_all = 8 if value == 4 else 10, train.lora is None
+    head = each * min(tokens * shape.vocab, LOGITS) + trains_all * (4 + sizes.shards * value) * shape.head_params
     layers = value * shape.head_params + (4 + value) * shape.layer_params
-    backward = trains_all * shards * layers + value * tokens * 2 * shape.intermediate
+    backward = trains_all * sizes.shards * layers + value * tokens * 2 * shape.intermediate
     formula = f"the larger of the LM head's ({each} bytes x a chunk's logits, its gradient) and a layer's, unreduced"
     add("logits and gradients", max(head, backward), formula, TRAINING)
     add("trainer runtime", sizes.on_gpu * TRAINER_BYTES, "flat: context, workspaces", TRAINING + SYNC)
@@ -316,10 +317,9 @@ def _sent(sizes: MemorySizes, table: MemoryPlan, process: str) -> None:
     """
     value, shape = sizes.trainer_value, sizes.shape
     largest = max(shape.head_params, shape.hidden * shape.intermediate)
-    train = sizes.recipe.train
-    if process == RANK and (train.ranks > 1 or value == 2):
+    if process == RANK and sizes.shards:
         # A rank's share is cast before; adapters are merged into float32 weights.
-        each = value * (1 + 1 / train.ranks) + 8 * (train.lora is not None)
+        each = value * (1 + 1 / sizes.recipe.train.ranks) + 8 * bool(sizes.adapter_params)
         table.add(process, "gathered tensor", each * largest, f"{each:.3g} bytes x the largest tensor's numbers", SYNC)
     if sizes.transport == "host":
         formula = "2 buckets of a tensor or more, in shared memory"

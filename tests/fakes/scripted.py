@@ -306,8 +306,9 @@ def scripted_actors(meter: Meter, case: DriverCase, num_words: int) -> type[RunA
 
         def send_weights(self, workers: Sequence[Any], version: int, transport: WeightTransport = "host") -> None:
             """By shared memory: one engine maps and copies them."""
-            weights = [(str(n), torch.ones(1 << 24, dtype=torch.bfloat16)) for n in range(case.weights_mib // 32)]
-            slots, mapped = BucketSlots.fit(dict(weights).values()), MappedMemory()
+            with meter.part(SCRIPTED):
+                weights = [(str(n), torch.ones(1 << 24, dtype=torch.bfloat16)) for n in range(case.weights_mib // 32)]
+                slots, mapped = BucketSlots.fit(dict(weights).values()), MappedMemory()
             with meter.part(SYNC):
                 for bucket in slots.filled(weights):
                     for _, weight in mapped.tensors(bucket):
