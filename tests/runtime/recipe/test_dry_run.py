@@ -64,24 +64,7 @@ def test_a_trainer_needs_16_bytes_per_parameter():
     per_token = 2 * (4 * 3584 + 2 * 3584 + 2 * 512 + 4 * 18944) + 8 * 3584
     assert training["activations"] == pytest.approx(8192 * 28 * per_token)
     assert "reference model" not in training
-
-
-def test_checkpointing_and_ranks_save_memory():
-    def total(**train):
-        return sum(of_a_rank(**train).values())
-
-    plain = total(ranks=2)
-    assert total(ranks=2, activation_checkpointing=True) < 0.9 * plain
-    assert total(ranks=4) < plain < total(ranks=2, kl_coef=0.1)
-
-
-def test_sequence_parallel_ranks_share_activations_only():
-    train = {"ranks": 4, "tokens_per_microbatch": 8192, "activation_checkpointing": True}
-    own, shared = (of_a_rank(31744, **train, **more) for more in ({}, {"sequence_parallel": 4}))
-    assert shared.pop("activations") == own.pop("activations") / 4
-    # Those of one layer's tokens, as long as the LM head's take less.
-    assert shared.pop("logits and gradients") < own.pop("logits and gradients")
-    assert shared == own
+    assert of_a_rank(ranks=2, kl_coef=0.1)["reference model"] == pytest.approx(2 * params)
 
 
 def test_the_kv_cache_is_what_is_left():

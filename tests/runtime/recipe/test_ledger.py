@@ -1,6 +1,5 @@
 """The trainer's memory by phase as torch counts it, on fake tensors of a 7B or 32B model's width."""
 
-import json
 import weakref
 from collections import deque
 from types import SimpleNamespace
@@ -16,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
+from tltlab.costs.profiles import find_model
 from tltlab.runtime.recipe.dry_run import plan_of
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.trainer import trainer as module
@@ -25,11 +25,6 @@ from tltlab.runtime.trainer.attention import ALONE, SequenceGroup
 from tltlab.runtime.trainer.whole import WholeTensors
 
 RANKS = 8
-WIDTHS = {
-    "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4},
-    "32B": {"hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40, "num_key_value_heads": 8},
-}
-CPU = torch.device("cpu")
 
 
 class Held(TorchDispatchMode):
@@ -96,9 +91,12 @@ def ranks():
 
 
 def recipe_of(folder, width, tokens, **train):
-    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064, **WIDTHS[width]}
-    config |= {"num_hidden_layers": 3, "tie_word_embeddings": False, "max_position_embeddings": 131072}
-    (folder / "config.json").write_text(json.dumps(config))
+    shape = find_model(f"Qwen2.5-{width}")
+    config = Qwen2Config(
+        hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=3, vocab_size=shape.vocab,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+    )  # fmt: skip
+    config.save_pretrained(folder)
     return Recipe.model_validate({
         "model": str(folder), "reward": "parity:reward", "data": {"train": "t.jsonl", "max_prompt_tokens": 1024},
         "rollout": {"max_response_tokens": tokens - 1024, "vllm": {"kv_cache_memory_bytes": 1 << 40}},
@@ -112,7 +110,7 @@ def policy_of(recipe, mesh, group):
         AutoConfig.from_pretrained(recipe.model), dtype=torch.float32, attn_implementation=module.PACKED
     )
     policy = module.PolicyModel(network, 1.0, group)
-    module._shard(policy, CPU, mesh, torch.bfloat16)
+    module._shard(policy, torch.device("cpu"), mesh, torch.bfloat16)
     policy.eval()
     if recipe.train.activation_checkpointing:
         network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
