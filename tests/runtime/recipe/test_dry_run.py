@@ -9,6 +9,7 @@ from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu
 from tltlab.runtime.recipe.dry_run import plan_of
+from tltlab.runtime.recipe.engines import start_timeout_s
 from tltlab.runtime.recipe.gpus import weight_transport
 from tltlab.runtime.recipe.recipe import Recipe
 
@@ -211,3 +212,10 @@ def test_a_plan_is_json(random_model):
 def test_what_does_not_add_up_is_refused(sections, said):
     with refused(ConfigError, naming=said):
         plan_of(recipe(**sections))
+
+
+def test_a_larger_model_may_take_longer_to_start():
+    models = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-32B", "someone/unheard-of")
+    small, large, unknown = (start_timeout_s(recipe(model)) for model in models)
+    assert unknown == 600 < small < 620 < 1200 < large < 1400
+    assert start_timeout_s(recipe("Qwen/Qwen2.5-32B", faults={"start_timeout_s": 5})) == 5
