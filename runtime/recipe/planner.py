@@ -38,7 +38,9 @@ def costs_of_shapes(recipe: Recipe) -> dict[Shape, EngineCosts]:
         return {}
     shapes = shapes_of(recipe)
     given = map(load_costs, rollout.planner_costs)
-    known = list(given) or [pass_costs(recipe, shape.gpus, "rollout.planner") for shape in shapes]
+    most = {"max_num_seqs": rollout.vllm["max_num_seqs"]} if "max_num_seqs" in rollout.vllm else {}
+    modelled = (pass_costs(recipe, shape.gpus, "rollout.planner").model_copy(update=most) for shape in shapes)
+    known = list(given) or list(modelled)
     return {
         shape: EngineCosts(shape, costs, [NO_SPECULATION], lambda strategy, batch: 1.0, SWITCH_S)
         for shape, costs in zip(shapes, known, strict=True)

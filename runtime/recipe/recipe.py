@@ -66,6 +66,8 @@ def sections_of_system(recipe: Sections) -> dict[str, Any]:
     }
     if run.placement != "contiguous":
         decided["placement"] = run.placement
+    if run.planner is not None:
+        decided["planner"] = run.planner
     given = {name: getattr(rollout, name) for name in decided if name in rollout.model_fields_set}
     if given.get("max_draft_depth", 0) >= depth:
         # An engine built for deeper drafts serves as well.
@@ -135,7 +137,7 @@ def system_settings(recipe: Sections) -> tuple[dict[str, Any] | None, list[str]]
     if recipe.rollout.system is None:
         return None, []
     system, run = find_system(recipe.rollout.system), engine_run_of(recipe)
-    decided = {*DECIDED, "placement"} - {"policy"}
+    decided = {*DECIDED, "placement", "planner"} - {"policy"}
     if recipe.rollout.workload is not None:
         decided |= {"max_response_tokens", "prompts_per_step", "group_size"}
     rollout = recipe.rollout.model_dump(include=decided, exclude_defaults=True)
@@ -172,6 +174,8 @@ def _missing(recipe: Sections, run: EngineRun) -> Iterator[str]:
         yield f"{name} drafts with a trained head: add a [drafter] with its drafter.checkpoint"
     elif run.drafts_by_network and not run.trains_drafter and drafter is not None and not drafter.pretrained:
         yield f"{name} drafts with a head that the run does not train: give drafter.checkpoint"
+    if run.planner == "gather" and recipe.rollout.tail_shape is None:
+        yield f"{name} gathers requests onto engines of another shape: set rollout.tail_shape"
     # On a CPU a placement is all that is left of a system with GPUs of the trainers' own.
     devices = recipe.cluster.gpus_per_node or run.placement != "contiguous"
     if run.own_gpus and not (devices and recipe.cluster.placement == "separate"):

@@ -198,9 +198,9 @@ class RolloutConfig(FiniteModel):
     drafts or other drafters.
 
     `system` is a row of `tltlab.planning.systems`, such as copris: its parts decide `policy`, `max_draft_depth`,
-    `partial`, `reuse`, `one_step_off`, `staleness`, `drafter.schedule.kind`, and of some `placement`. dler shortens
-    `max_response_tokens`, and brorl has more samples of fewer prompts than the recipe. A run writes as `workload` the
-    system whose sizes its recipe has already.
+    `partial`, `reuse`, `one_step_off`, `staleness`, `drafter.schedule.kind`, and of some `placement` or `planner`. dler
+    shortens `max_response_tokens`, and brorl has more samples of fewer prompts than the recipe. A run writes as
+    `workload` the system whose sizes its recipe has already.
     """
 
     num_workers: Count = 2

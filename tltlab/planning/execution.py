@@ -22,7 +22,8 @@ class EngineRun:
     `policy` decides on drafts. `drafts_by_network`: it needs a drafter with a network, which idle workers train where
     `trains_drafter`. `admission` decides what an RL step begins and leaves, `workload` what becomes of its responses,
     `staleness` is the bound on updates that one may be behind. `own_gpus`: trainers and engines wait for each other on
-    their own GPUs. `placement` is by name; those by expected lengths read earlier epochs.
+    their own GPUs. `placement` is by name; those by expected lengths read earlier epochs. `planner` is the
+    name of the one that moves requests.
     `notes` list where engines differ from the row.
     """
 
@@ -35,6 +36,7 @@ class EngineRun:
     one_step_off: bool = False
     own_gpus: bool = False
     placement: str = "contiguous"
+    planner: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -59,10 +61,6 @@ def _missing_parts(system: System) -> Iterator[str]:
         yield "updates of the drafter while its engine decodes"
     if system.placement not in (*PLACEMENTS, *BY_HISTORY):
         yield f"placement {system.placement!r}"
-    if system.planner is not None:
-        yield f"planner {system.planner!r}"
-    if isinstance(system.admission, SharedBuffer):
-        yield "one buffer from which every engine takes its next request"
     if system.fused:
         yield "engines that compute log-probs once their responses have ended"
 
@@ -104,6 +102,9 @@ def engine_run(system: System, costs: CostModel | None, head: str = "learned") -
         notes.append("lengths are expected from a prompt's responses of the epoch before; the first one is contiguous")
     if system.streamed:
         notes.append("training begins when the rollout has ended: no trainer here begins during it")
+    planner = "buffer" if isinstance(system.admission, SharedBuffer) else system.planner
+    if planner == "buffer":
+        notes.append("what runs does not move between engines, nor is it cut into chunks")
     early = None if asynchronous or admission == Admission() else admission
     if early is not None:
         notes.append("an engine stops once its own share of the prompts that are trained is whole")
@@ -117,5 +118,6 @@ def engine_run(system: System, costs: CostModel | None, head: str = "learned") -
         one_step_off=one_step_off,
         own_gpus=system.topology == "separate" and not asynchronous and not one_step_off,
         placement=system.placement,
+        planner=planner,
         notes=tuple(notes),
     )

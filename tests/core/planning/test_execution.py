@@ -35,6 +35,8 @@ RUN = {
     "spec-rl-exact": {"workload": SYSTEMS["spec-rl-exact"].workload},
     "dler": {"workload": Truncated(share=0.125)},
     "brorl": {"workload": Regrouped(factor=4)},
+    "pat": {"planner": "gather"},
+    "seer": {"planner": "buffer"},
     "rhymerl": {"one_step_off": True, "placement": "rank_groups"},
     "streamrl": {"own_gpus": True, "placement": "two_pools"},
     "streamrl-async": {"one_step_off": True, "placement": "two_pools"},
@@ -45,8 +47,6 @@ RUN = {
 LACK = {
     "dvi": ("first layers", "while its engine decodes"),
     "diffuspec": ("block in one pass",),
-    "pat": ("planner 'gather'",),
-    "seer": ("one buffer",),
     "rlhfuse": ("log-probs",),
 }
 """By system what is said of the parts that no engine has."""
@@ -81,7 +81,7 @@ def test_a_row_is_executed_by_its_values(name):
     [
         ({"admission": Admission(issue=2.0, max_age=3)}, {"admission": Admission(issue=2.0, max_age=3)}),
         ({"admission": Admission()}, {}),
-        ({"admission": SharedBuffer()}, None),
+        ({"admission": SharedBuffer()}, {"planner": "buffer"}),
         ({"placement": "recorded"}, None),
         ({"idle_use": SpotTraining()}, {"trains_drafter": True}),
         ({"name": "seer"}, {}),

@@ -6,7 +6,7 @@ import pytest
 import tltlab
 from tltlab.planning.rollout import Gather, Hold, RolloutPlanner
 from tltlab.runtime.recipe.recipe import load_recipe
-from tltlab.runtime.run.grpo import GrpoRun
+from tltlab.runtime.run.grpo import GrpoRun, train
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_ray")]
 STEPS, RESPONSES = 2, 16
@@ -70,3 +70,17 @@ def test_a_run_that_gathers_is_resumed(run, random_model):
         trace = again.trace()
     assert trace.rl_steps == [0, 1, 2]
     assert len(trace.outcomes.query("rl_step == 2")) == RESPONSES
+
+
+def test_seer_takes_from_one_buffer(recipe_file, tmp_path):
+    settings = ["rollout.repeat_every=0", "eval.num_prompts=0", "train.steps=2", "rollout.vllm.max_num_seqs=3"]
+    train(load_recipe(recipe_file, ["rollout.system=seer", *settings]), tmp_path / "run")
+    trace = tltlab.read(tmp_path / "run" / "trace")
+    assert trace.iterations["batch"].max() <= 3
+    assert "suffix" in set(trace.iterations["drafter"])
+    assert "goes on without it" not in (tmp_path / "run" / "events.jsonl").read_text()
+    for _, rows in trace.outcomes.groupby("rl_step"):
+        assert len(rows) == RESPONSES
+        assert set(rows["finish_reason"]) <= {"stop", "length"}
+        begun = rows.sort_values("t_first_token")["sample"].tolist()
+        assert begun[:6].count(0) == 4, "probes are among the six that begin at once"
