@@ -11,16 +11,12 @@ from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
-from tltlab.policies.policy import Policy
-from tltlab.policies.specs import FixedSpec
 from tltlab.sim import simulate
 from tltlab.sim.config import load_spot_training
 from tltlab.strategy import Strategy
 
 from ..workloads import Handing
 
-CHAIN = Strategy.chain("learned", 5)
-POLICY = Policy(selector=FixedSpec(strategy=CHAIN))
 TRACE = log_normal(prompts=8, group_size=4, rl_steps=3, median=400, sigma=0.9, cap=4000, workers=4)
 AGING = FreshAcceptance(
     base=GeometricAcceptance(alpha=0.8),
@@ -32,7 +28,7 @@ QUICK = SpotTraining(start_s=0.01, join_s=0.0, padded_samples_per_s=1000.0)
 def accept_lengths(**options):
     """Tokens per speculative iteration of the first RL step, the first two and all three."""
     parts = [TRACE.select(TRACE.rl_steps[:end]) for end in (1, 2, 3)]
-    return [simulate(part, POLICY, costs=COSTS, **options).summary["mean_accept_length"] for part in parts]
+    return [simulate(part, "learned:5", costs=COSTS, **options).summary["mean_accept_length"] for part in parts]
 
 
 def test_drafter_grows_stale_unless_idle_time_trains_it():
@@ -44,7 +40,9 @@ def test_drafter_grows_stale_unless_idle_time_trains_it():
 
 
 def test_spot_training_does_not_change_rollout_beside_it():
-    alone, beside = (simulate(TRACE, POLICY, costs=COSTS, acceptance="geometric:0.8", spot=s) for s in (None, QUICK))
+    alone, beside = (
+        simulate(TRACE, "learned:5", costs=COSTS, acceptance="geometric:0.8", spot=s) for s in (None, QUICK)
+    )
     assert alone.makespan_s == beside.makespan_s
     found = beside.summary["spot_training"]
     assert found["updates"] > 0
@@ -54,7 +52,7 @@ def test_spot_training_does_not_change_rollout_beside_it():
 
 
 def test_a_policy_sees_how_fresh_its_drafter_is():
-    policy = Handing(CHAIN)
+    policy = Handing(Strategy.chain("learned", 5))
     simulate(TRACE, policy, costs=COSTS, acceptance="geometric:0.5", decision_block=50)
     ages = [state.drafters["learned"].age for selector in policy.built for state in selector.states]
     assert list(dict.fromkeys(ages)) == [0, 1, 2]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.simulator import closed_form_makespan_s, per_iteration_makespan_s
+from bench.simulator import closed_form_makespan_s, per_iteration_makespan_s, table_of
 from tests.fakes.curves import CurveAcceptance
 from tltlab.acceptance.base import Acceptance, ConstantAcceptance, GeometricAcceptance
 from tltlab.acceptance.curves import SiblingAcceptance
@@ -21,7 +21,7 @@ from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, Policy, load_policy
-from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
+from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec
 from tltlab.sim import simulate
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario
@@ -50,8 +50,8 @@ HELD_BACK = st.one_of(
 )
 
 
-def table_of(arms):
-    return TableSpec(rows=tuple(TableRow(min_batch=1 + 3 * i, strategy=arm) for i, arm in enumerate(arms)))
+def table(arms):
+    return table_of(*((1 + 3 * i, arm) for i, arm in enumerate(arms))).selector
 
 
 def bandit_of(arms):
@@ -61,8 +61,8 @@ def bandit_of(arms):
 
 ARMS = st.lists(ANY, min_size=1, max_size=3, unique=True)
 # Plain in large batches, as in practice: the batch falls into speculation, and a switch is paid.
-FALLING = st.lists(CHAINS, min_size=1, max_size=2).map(lambda arms: table_of([*arms, NO_SPECULATION]))
-MEMORYLESS = st.one_of(st.builds(FixedSpec, strategy=ANY), ARMS.map(table_of), FALLING)
+FALLING = st.lists(CHAINS, min_size=1, max_size=2).map(lambda arms: table([*arms, NO_SPECULATION]))
+MEMORYLESS = st.one_of(st.builds(FixedSpec, strategy=ANY), ARMS.map(table), FALLING)
 POLICIES = st.builds(Policy, selector=st.one_of(MEMORYLESS, ARMS.map(bandit_of)), activation=HELD_BACK)
 
 
@@ -224,9 +224,8 @@ def test_closed_form_is_engine_asked_again_and_again(case, policy):
 
 
 COSTS = workloads.COSTS.model_copy(update={"prefill_per_token_s": 1e-6, "far_token_s": 1e-5})
-CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 4)))
-ROWS = ((1, Strategy.chain("learned", 6)), (4, Strategy.chain("learned", 2)), (9, NO_SPECULATION))
-TABLE = Policy(selector=TableSpec(rows=tuple(TableRow(min_batch=batch, strategy=arm) for batch, arm in ROWS)))
+CHAIN = load_policy("learned:4")
+TABLE = table_of((1, Strategy.chain("learned", 6)), (4, Strategy.chain("learned", 2)), (9, NO_SPECULATION))
 LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=24)
 TERMS = [name for name in LinearCosts.model_fields if name.endswith("_s")]
 

@@ -9,17 +9,15 @@ from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.coordination.progress import SpotTraining
 from tltlab.lengths.generate import log_normal
-from tltlab.policies.policy import Policy
-from tltlab.policies.specs import FixedSpec
+from tltlab.policies.policy import load_policy
 from tltlab.sim import simulate
 from tltlab.sim.verification.rollouts import RecordedRun, verify
-from tltlab.strategy import Strategy
 from tltlab.traces.trace import read
 
 from ...spot_rows import frame, spot_rows
 from .recorded import record
 
-CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 3)))
+CHAIN = load_policy("learned:3")
 QUICK = SpotTraining(
     padded_samples_per_s=400, packed=False, samples_per_update=4, sample_tokens=100, scaling_efficiency=0.5,
     start_s=0.05, join_s=0.02, checkpoint_every=10, checkpoint_s=0.005,
@@ -52,7 +50,7 @@ def run(tmp_path_factory):
             record_iterations=True,
         ).trace
         simulations.append(made)
-        steps.append({"rl_step": step, "drafter_age": age, "drafter_updates": updates})
+        steps.append(made.steps.assign(drafter_age=age, drafter_updates=updates))
         for response in made.outcomes.head(12).itertuples():
             for since, done in published[-3:]:
                 chance = truth.base.alpha * FADES.level(step - since, done)
@@ -71,9 +69,8 @@ def run(tmp_path_factory):
         age, updates = (0 if gained else age + 1), updates + gained
         if gained:
             published.append((step + 1, updates))
-    known = pd.concat([made.steps for made in simulations]).drop(columns=["drafter_age", "drafter_updates"])
     return record(
-        tmp_path_factory.mktemp("run"), simulations, CHAIN, steps=known.merge(pd.DataFrame(steps), on="rl_step"),
+        tmp_path_factory.mktemp("run"), simulations, CHAIN, steps=pd.concat(steps, ignore_index=True),
         acceptance=pd.DataFrame(acceptance), spot_training=frame(training),
     )  # fmt: skip
 

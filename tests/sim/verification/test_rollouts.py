@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import joblib
@@ -19,7 +19,7 @@ from tltlab.drafters.specs import SYSTEM_DRAFTERS
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import ToolUse, generate, log_normal
 from tltlab.lengths.model import REGIMES
-from tltlab.policies.policy import LengthAwareBudgetSpec, Policy
+from tltlab.policies.policy import LengthAwareBudgetSpec, Policy, load_policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import simulate
 from tltlab.sim.study import jobs as side
@@ -28,14 +28,13 @@ from tltlab.sim.verification.played import Session, judge
 from tltlab.sim.verification.rollouts import _measured, drawn_lengths, verify
 from tltlab.sim.verification.run_files import policies_in_force
 from tltlab.sim.workload import requests_by_step
-from tltlab.strategy import Strategy
 from tltlab.traces.metrics import rollout_s
 from tltlab.traces.trace import read
 
 from ..workloads import typed
 from .recorded import record
 
-CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 3)))
+CHAIN = load_policy("ngram:3")
 SAMPLED = {"costs": COSTS, "acceptance": "geometric:0.6", "mode": "sampled", "record_iterations": True}
 GCD = Path(__file__).parents[3] / "traces" / "gcd-small"
 SUBSET_SUM = GCD.with_name("subset-sum-small")
@@ -82,7 +81,7 @@ def test_engine_of_few_seats_is_predicted_as_one(tmp_path):
 def test_what_budget_allotted_is_not_shared_out_again(tmp_path):
     source = log_normal(prompts=8, group_size=4, rl_steps=4, median=100, sigma=0.7, cap=400, workers=2)
     budget = LengthAwareBudgetSpec(base_s=4e-3, token_s=2e-4)
-    policy = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 6)), budget=budget)
+    policy = Policy(selector=FixedSpec(strategy="ngram:6"), budget=budget)
     made = simulate(source, policy, **SAMPLED | {"acceptance": "geometric:0.7"}).trace
     assert verify(record(tmp_path, made, policy), samples=2).median_error < 0.09
 
@@ -93,9 +92,7 @@ def test_remembering_drafters_are_fitted_on_equally_new_prompts(tmp_path):
     source = source.replace(workload=source.workload.assign(epoch=epoch))
     worst = {}
     for name in ("das", "seer"):
-        policy = Policy(
-            selector=FixedSpec(strategy=Strategy.chain("suffix", 4)), drafters={"suffix": SYSTEM_DRAFTERS[name]}
-        )
+        policy = Policy(selector=FixedSpec(strategy="suffix:4"), drafters={"suffix": SYSTEM_DRAFTERS[name]})
         made = [
             simulate(source.select(steps), policy, **SAMPLED | {"acceptance": f"geometric:{kept}"}).trace
             for steps, kept in (([0, 1, 2], 0.1), ([3, 4, 5], 0.8))
@@ -221,7 +218,7 @@ def test_a_garbled_file_of_the_run_is_named(run, tmp_path, file, text, complaint
 
 def test_costs_are_looked_for_beside_the_run(run, tmp_path, monkeypatch):
     read(run / "trace").write(tmp_path / "runs" / "first" / "trace")
-    selector = {"kind": "goodput", "strategies": [asdict(Strategy.chain("ngram", 4))], "costs": "costs.json"}
+    selector = {"kind": "goodput", "strategies": ["ngram:4"], "costs": "costs.json"}
     policy = {"format": "tltlab-policy", "version": 1, "selector": selector}
     told = {"seed": 0, "policies": [{"rl_step": 0, "name": "goodput", "policy": policy}]}
     (tmp_path / "runs" / "first" / "policies.json").write_text(json.dumps(told))
