@@ -109,6 +109,21 @@ def with_positions(trace, positions, drafter="ngram"):
     return trace.replace(acceptance=counterfactuals(trace.outcomes[list(KEY)], positions, 8, drafter))
 
 
+def grouped(lengths, prompt_tokens):
+    """A frame of lengths by RL step, four to a group; the prompt of each is a token longer than the one before."""
+    rows = [
+        (step, f"g{i // 4}", prompt_tokens + i, int(n))
+        for step, of_step in enumerate(lengths)
+        for i, n in enumerate(of_step)
+    ]
+    return pd.DataFrame(rows, columns=["step", "group", "prompt_len", "response_length"])
+
+
+def console_line(step, metrics):
+    """verl's `LocalLogger`: `concat_dict_to_str` of utils/logger/aggregate_logger.py."""
+    return " - ".join([f"step:{step}", *(f"{name}:{value:.3f}" for name, value in metrics.items())])
+
+
 def typed(capsys, *args):
     """Exit code, standard output and standard error of a command line."""
     capsys.readouterr()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -18,12 +17,11 @@ from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.tuning.cases import TuningCases, mean_s
 
+from ..workloads import grouped
+
 RNG = np.random.default_rng(0)
 LENGTHS = np.minimum(RNG.lognormal(4, 1, (4, 24)).astype(int) + 1, 500)
-FRAME = pd.DataFrame(
-    [(step, f"g{i // 4}", 30 + i, int(n)) for step, row in enumerate(LENGTHS) for i, n in enumerate(row)],
-    columns=["step", "group", "prompt_len", "response_length"],
-)
+FRAME = grouped(LENGTHS, 30)
 GPUS = {"gpus": "2xH100", "model": "Qwen2.5-7B"}
 MACHINES = [GPUS, {"gpus": "4xH200", "model": "Llama-3.3-70B"}, {"costs": COSTS, "workers": 3}]
 QUICK = {"trials": 0, "repeats": 1}

@@ -29,6 +29,8 @@ from tltlab.sim.study.band import (
 from tltlab.sim.study.what_if import what_if
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+from ..workloads import grouped
+
 RNG = np.random.default_rng(0)
 LENGTHS = np.minimum(RNG.lognormal(5.5, 1, (12, 32)).astype(int) + 1, 2000)
 LINEAR = LinearCosts(base_s=8e-3, per_request_s=1e-5, per_token_s=1e-5, per_context_s=1e-9, sd_base_s=1e-3, sd_idle_s=0,
@@ -141,9 +143,7 @@ def test_a_ratio_of_chances_brings_the_tokens(drafter):
 
 
 def test_draws_of_groups_keep_groups_whole():
-    rows = [(f"g{i // 4}", 10 + i, int(n)) for i, n in enumerate(LENGTHS[0])]
-    frame = pd.DataFrame(rows, columns=["group", "prompt_len", "response_length"])
-    scenario = Scenario.of(frame, costs=LINEAR, workers=2, acceptance="default")
+    scenario = Scenario.of(grouped(LENGTHS[:1], 10), costs=LINEAR, workers=2, acceptance="default")
     drawn = resampled(scenario, np.random.default_rng(1))
     (step,) = drawn.steps
     names, counts = np.unique([key[1] for key in step.keys], return_counts=True)

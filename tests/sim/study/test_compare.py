@@ -23,14 +23,11 @@ from tltlab.sim.study.study import Cell
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
 
-from ..workloads import TINY, typed
+from ..workloads import TINY, grouped, typed
 
 LENGTHS = [60] * 30 + [1500] * 2
 SETTINGS = {"workers": 2, "costs": "cpu-small", "acceptance": "geometric:0.7"}
-FRAME = pd.DataFrame(
-    [(step, f"g{n // 4}", 20, 30 + 40 * (n % 4) + 900 * (n == 7) + step) for step in range(2) for n in range(16)],
-    columns=["step", "group", "prompt_len", "response_length"],
-)
+FRAME = grouped([[30 + 40 * (n % 4) + 900 * (n == 7) + step for n in range(16)] for step in range(2)], 20)
 GRID = {"costs": "cpu-small", "workers": [1, 2], "acceptance": ["0.5", "0.8"]}
 TRACE = log_normal(prompts=8, rl_steps=4, median=300, cap=2000, workers=2)
 ON = {"costs": COSTS, "acceptance": "geometric:0.7", "decision_block": 8}
@@ -313,8 +310,6 @@ def test_the_command_refuses_in_one_line(tmp_path, capsys, monkeypatch):
     for options, fact in (
         (("--workers", "two"), "two"),
         (("--out", tmp_path / "s.txt"), "s.txt"),
-        (("--workers", "2", "--gpus", "1xH100,2xH100"), "workers"),
-        (("--systems", "streamrl", "--placement", "round_robin"), "streamrl"),
         (("--policies", "none"), "--policies"),
     ):
         code, shown, said = typed(capsys, "compare", TINY, *options)

@@ -5,16 +5,13 @@ import shlex
 from importlib.metadata import version
 
 import numpy as np
-import pandas as pd
 import pytest
 
 import tltlab
-from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.costs.deployment import Deployment
 from tltlab.costs.profiles import profile_costs
-from tltlab.errors import ConfigError
 from tltlab.hardware import gpu
 from tltlab.policies.policy import load_policy
 from tltlab.sim.study.reduce import drafters_text, granted_text
@@ -23,12 +20,11 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import rollout_s
 
 from ...traces_of_lengths import of_lengths
-from ..workloads import typed
+from ..workloads import grouped, typed
 
 RNG = np.random.default_rng(0)
 LENGTHS = np.minimum(RNG.lognormal(5.5, 1, (3, 32)).astype(int) + 1, 2000)
-ROWS = [(step, f"g{i // 4}", 90 + i, int(n)) for step, row in enumerate(LENGTHS) for i, n in enumerate(row)]
-FRAME = pd.DataFrame(ROWS, columns=["step", "group", "prompt_len", "response_length"])
+FRAME = grouped(LENGTHS, 90)
 FAST = {"systems": "verl,vllm-dynamic"}
 MACHINE = ("--gpus", "2xH100", "--model", "Qwen2.5-7B")
 
@@ -375,5 +371,3 @@ def test_a_result_in_a_notebook():
     assert "<table" in found._repr_html_()
     assert found.to_frame()["speed_up"].tolist() == (1 / found.systems["ratio"]).tolist()
     assert len(found.plot().axes) == 2
-    with refused(ConfigError, naming=("70",)):
-        what_if(LENGTHS, accept=70)

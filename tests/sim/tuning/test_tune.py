@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from bench.simulator import COSTS
+from bench.simulator import COSTS, table_of
 from tests.core.conftest import shared_data  # noqa: F401
 from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance
@@ -22,8 +22,7 @@ from tltlab.costs.noise import IterationNoise
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.own import code_allowed
-from tltlab.policies.policy import Policy, load_policy
-from tltlab.policies.specs import FixedSpec, TableRow, TableSpec
+from tltlab.policies.policy import load_policy
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.tuning.cases import ExpectedIteration, TuningCases, oracle_policy, ratio
 from tltlab.sim.tuning.search import Prices
@@ -44,8 +43,10 @@ TRACES = Path("traces").resolve()
 CROWDED = COSTS.model_copy(update={"per_token_s": 2e-3, "noise": NOISE})
 
 
-def fixed(depth):
-    return Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", depth)))
+LEARNED = Strategy.chain("learned", 4)
+LONG_CONTEXT = log_normal(prompts=1, group_size=1, rl_steps=1, median=9000, cap=9000, workers=1)
+"""Of one response of 9,000 tokens at most."""
+MANY_STEPS = log_normal(prompts=8, group_size=4, rl_steps=12, median=80, cap=600, workers=1)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +57,9 @@ def tuned():
 def test_it_judges_on_held_out_steps(tuned):
     assert tuned.tuned_on == ((0, 2),)
     assert tuned.judged_on == ((1, 3),)
-    rows = {row.name: row for row in tuned.candidates}
-    assert {"none", "tuned beg-mab", "adaptive"} <= set(rows)
-    assert rows["adaptive"].kind == "shipped"
+    kinds = {row.name: row.kind for row in tuned.candidates}
+    assert {"none", "tuned beg-mab"} <= set(kinds)
+    assert kinds["adaptive"] == "shipped"
     assert [row.makespan_s for row in tuned.candidates] == sorted(row.makespan_s for row in tuned.candidates)
 
 
@@ -68,11 +69,7 @@ def test_table_is_as_good_as_best_of_all():
     options = {"costs": CROWDED, "acceptance": "geometric:0.8"}
     scenario = Scenario.of(one, rl_steps=[0], **options)
     strategies = (NO_SPECULATION, Strategy.chain("ngram", 1), Strategy.chain("ngram", 4))
-    every = [
-        Policy(selector=TableSpec(rows=(TableRow(min_batch=1, strategy=a), TableRow(min_batch=border, strategy=b))))
-        for a, b in itertools.permutations(strategies, 2)
-        for border in range(2, 17)
-    ]
+    every = [table_of((1, a), (border, b)) for a, b in itertools.permutations(strategies, 2) for border in range(2, 17)]
     best = min(np.mean([r.makespan_s for r in scenario.rollouts(policy)]) for policy in every)
     searched = tune(one, **SMALL | options | {"trials": 0}).searched
     ours = min(score for name, score in searched.items() if name.startswith("table") and name.count("+:") == 2)
@@ -98,34 +95,23 @@ def test_the_oracle_picks_the_least_seconds_per_token():
 
 
 def test_tokens_are_priced_at_context_of_batch():
-    lengths, chain = log_normal(prompts=1, group_size=4, rl_steps=1, median=9000, cap=9000, workers=1), chain_of(4)
-    scenario = Scenario.of(lengths, costs=COSTS, acceptance="learned=0.8@1k")
-    known = ExpectedIteration(scenario, [chain])
+    known = ExpectedIteration(Scenario.of(LONG_CONTEXT, costs=COSTS, acceptance="learned=0.8@1k"), [LEARNED])
     for context, chance in ((0, 0.8), (1024, 0.8), (5 * 1024, 0.4), (20_000, 0.0)):
-        tokens = GeometricAcceptance(alpha=chance).tokens_per_iteration(chain)
-        assert known.tokens(chain, 3, 3.0 * context) == pytest.approx(tokens)
+        tokens = GeometricAcceptance(alpha=chance).tokens_per_iteration(LEARNED)
+        assert known.tokens(LEARNED, 3, 3.0 * context) == pytest.approx(tokens)
         assert known.tokens(NO_SPECULATION, 3, 3.0 * context) == 1.0
 
 
 def test_oracle_stops_drafting_where_contexts_are_too_long():
-    lengths, chain = log_normal(prompts=1, group_size=1, rl_steps=1, median=9000, cap=9000, workers=1), chain_of(4)
-    scenario = Scenario.of(lengths, costs=COSTS, acceptance="learned=0.8@512", decision_block=8)
-    (rollout,) = scenario.rollouts(oracle_policy(scenario, [chain]))
+    scenario = Scenario.of(LONG_CONTEXT, costs=COSTS, acceptance="learned=0.8@512", decision_block=8)
+    (rollout,) = scenario.rollouts(oracle_policy(scenario, [LEARNED]))
     (log,) = rollout.logs
     drafts = [regime.strategy.speculates for regime in log.columns.regime]
     contexts = log.columns.context_tokens
     assert all(contexts[i] < contexts[j] for i, drafted in enumerate(drafts) if drafted
                for j, other in enumerate(drafts) if not other)  # fmt: skip
-    always, never = (scenario.rollouts(policy)[0].makespan_s for policy in (fixed_at(chain), load_policy("none")))
+    always, never = (scenario.rollouts(load_policy(policy))[0].makespan_s for policy in (LEARNED, "none"))
     assert rollout.makespan_s < min(always, never)
-
-
-def chain_of(depth):
-    return Strategy.chain("learned", depth)
-
-
-def fixed_at(strategy):
-    return Policy(selector=FixedSpec(strategy=strategy))
 
 
 @pytest.mark.parametrize(
@@ -140,10 +126,9 @@ def test_where_nothing_is_gained_the_simplest_policy_wins(kind, options):
 
 
 def test_where_the_batch_decides_tuning_is_worth_it():
-    one = log_normal(prompts=8, group_size=4, rl_steps=12, median=80, cap=600, workers=1)
     known = Evidence(engine="mine", left_out={"a": (0.01, 0.02), "a, speculating": (0.005, 0.01)})
     sure = CROWDED.model_copy(update={"evidence": known})
-    found = tune(one, **WITHOUT_LUCK | {"acceptance": "geometric:0.8", "costs": sure})
+    found = tune(MANY_STEPS, **WITHOUT_LUCK | {"acceptance": "geometric:0.8", "costs": sure})
     assert found.worth_it
     assert found.bands[found.best_fixed].low > 1.0
     assert found.policy.provenance["interval"][1] < 1.0
@@ -152,8 +137,7 @@ def test_where_the_batch_decides_tuning_is_worth_it():
 
 def test_a_gain_within_cost_error_is_not_recommended():
     """The same RL steps agree on the gain; costs without evidence do not."""
-    one = log_normal(prompts=8, group_size=4, rl_steps=12, median=80, cap=600, workers=1)
-    found = tune(one, **WITHOUT_LUCK | {"acceptance": "geometric:0.8", "costs": CROWDED})
+    found = tune(MANY_STEPS, **WITHOUT_LUCK | {"acceptance": "geometric:0.8", "costs": CROWDED})
     row = next(row for row in found.candidates if row.name == found.champion)
     assert row.ratio_high < 1.0, "of draws alone it is clear"
     band = found.json()["band"][found.best_fixed]
@@ -178,10 +162,9 @@ def test_the_best_depth_of_a_block_is_interior(published, request):
 
 def test_a_gain_over_slow_drafts_is_not_recommended():
     """The table is sure to beat the best fixed draft, which may be slower than plain decoding."""
-    one = log_normal(prompts=8, group_size=4, rl_steps=12, median=80, cap=600, workers=1)
     known = Evidence(engine="mine", left_out={"a": (0.01, 0.02), "a, speculating": (0.1, 0.27)})
     unsure = COSTS.model_copy(update={"noise": NOISE, "evidence": known, "per_token_s": 1e-4})
-    found = tune(one, **WITHOUT_LUCK | {"acceptance": "geometric:0.6", "costs": unsure})
+    found = tune(MANY_STEPS, **WITHOUT_LUCK | {"acceptance": "geometric:0.6", "costs": unsure})
     assert found.bands["none"].loses
     assert not found.bands[found.best_fixed].loses
     assert not found.worth_it
@@ -249,7 +232,7 @@ class Given(TuningCases):
 )
 def test_races_stop_early(names, num_runs):
     RUNS.clear()
-    scores = Given(scenarios=()).race(dict.fromkeys(names, fixed(1)), seeds=range(20), seed=0)
+    scores = Given(scenarios=()).race(dict.fromkeys(names, load_policy("none")), seeds=range(20), seed=0)
     assert {name: RUNS[name] for name in names} == num_runs
     assert {name: scores[name] for name in names} == pytest.approx({name: TIMES[name][0] for name in names}, rel=1e-2)
     assert min(scores.values()) == 1.0
@@ -279,8 +262,8 @@ def test_long_runs_are_tuned_on_a_sample(options, tuned_on, judged_on):
 
 def test_decisions_are_apart_where_responses_are_long():
     cap = log_normal(prompts=1, group_size=2, rl_steps=2, median=40, cap=5120, workers=1)
-    assert tune(cap, **WITHOUT_LUCK | {"depths": (1,)}).policy.provenance["decision_block"] == 20
-    assert tune(cap, **WITHOUT_LUCK | {"depths": (1,)}, decision_block=1).policy.provenance["decision_block"] == 1
+    for asked, used in (({}, 20), ({"decision_block": 1}, 1)):
+        assert tune(cap, **WITHOUT_LUCK | {"depths": (1,)}, **asked).policy.provenance["decision_block"] == used
 
 
 def test_the_shipped_settings_are_tried_first():
@@ -345,7 +328,8 @@ def border(tmp_path, monkeypatch):
 
 def test_settings_of_own_policy_are_searched_and_written(border, tmp_path):
     settings = SMALL | {"trials": 20, "repeats": 1, "depths": (4,), "policies": f"{border}(few=9)"}
-    found = tune(SHORT, **settings, search={"few": "0..6", "deep": (False, True)})
+    settings |= {"search": {"few": "0..6", "deep": (False, True)}}
+    found = tune(SHORT, **settings)
     every = {tuple(trial.settings.values()): trial.score for trial in found.trials}
     assert every.keys() == {(few, deep) for few in range(7) for deep in (False, True)}, "all of them are few enough"
     best = min(every, key=lambda key: every[key])
@@ -355,7 +339,7 @@ def test_settings_of_own_policy_are_searched_and_written(border, tmp_path):
     found.policy.write(tmp_path / "policy.json")
     with code_allowed([border.partition(":")[0]]):
         assert load_policy(tmp_path / "policy.json") == found.policy
-    assert tune(SHORT, **settings, search={"few": "0..6", "deep": (False, True)}).trials == found.trials
+    assert tune(SHORT, **settings).trials == found.trials
 
 
 def test_own_classes_are_candidates(border):
