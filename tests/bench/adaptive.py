@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,18 +106,21 @@ def bench_adaptive(
             progress(f"{name} drafter, seed {number}, {sizes.steps} RL steps of {sizes.workers} workers")
             recipe = recipe_of(model, sizes, seed=number, policy=policy, drafter=trained_beside(head, sizes, kind))
             traces[name] = run_steps(recipe, out / f"{name}-{number}", sizes.steps, progress)
-        runs.append({"seed": number, **compared(traces["frozen"], traces["adaptive"], warmed_on)})
+        runs.append(compared(traces["frozen"], traces["adaptive"], warmed_on))
     return {
         "workers": sizes.workers,
         "steps": sizes.steps,
         "draft_depth": sizes.draft_depth,
         "goal": LENGTH_GOAL,
         **summary(runs, np.random.default_rng(seed)),
-        "runs": runs,
+        "runs": [{"seed": seed + n, **_json(run)} for n, run in enumerate(runs)],
     }
 
 
-def compared(frozen: Trace, adaptive: Trace, seen: Collection[str]) -> dict[str, Any]:
+Compared = dict[str, dict[str, list[AcceptedDrafts]]]
+
+
+def compared(frozen: Trace, adaptive: Trace, seen: Collection[str]) -> Compared:
     """Drafts in the traces of two runs: `live` and `paired` drafts by RL step. RunError where nothing was drafted.
 
     `seen`: prompts of the warm-up, which `paired` leaves out.
@@ -126,12 +130,15 @@ def compared(frozen: Trace, adaptive: Trace, seen: Collection[str]) -> dict[str,
         if not steps:
             raise RunError(f"the learned drafter drafted nothing in the {name} run; its notes may say why")
     pairs = annotated_drafts(adaptive, seen)
-    paired = {"initial": [pair[0] for pair in pairs], "in_service": [pair[1] for pair in pairs]}
+    return {"live": live, "paired": {"initial": [first for first, _ in pairs], "in_service": [now for _, now in pairs]}}
+
+
+def _json(run: Compared) -> dict[str, Any]:
     return {
         part: {
             name: [asdict(step) | {"accept_length": step.accept_length} for step in steps] for name, steps in of.items()
         }
-        for part, of in (("live", live), ("paired", paired))
+        for part, of in run.items()
     }
 
 
@@ -156,36 +163,22 @@ def live_drafts(trace: Trace, drafter: str) -> list[AcceptedDrafts]:
     return [drafts_of(step, accepted, depth) for step, accepted in sorted(by_step.items())]
 
 
-def summary(runs: Sequence[Mapping[str, Any]], rng: np.random.Generator) -> dict[str, Any]:
+def summary(runs: Sequence[Compared], rng: np.random.Generator) -> dict[str, Any]:
     """The figures of all seeds together, from what each run's `compared` gave."""
-    live = {name: _numbered(runs, "live", name) for name in ("frozen", "adaptive")}
-    paired = {name: _numbered(runs, "paired", name) for name in ("initial", "in_service")}
-    late = {
-        n * RUN + step
-        for n, run in enumerate(runs)
-        for step in last_third([step["rl_step"] for step in run["live"]["adaptive"]])
-    }
-    late_live, late_paired = (
-        {name: [step for step in steps if step.rl_step in late] for name, steps in part.items()}
-        for part in (live, paired)
-    )
-    lengths = {name: [step.accept_length for step in steps] for name, steps in late_live.items()}
+    late: defaultdict[str, list[AcceptedDrafts]] = defaultdict(list)
+    for n, run in enumerate(runs):
+        last = last_third([step.rl_step for step in run["live"]["adaptive"]])
+        for name, steps in (run["live"] | run["paired"]).items():
+            # Those of run n are numbered from n `RUN` on.
+            late[name] += [replace(step, rl_step=n * RUN + step.rl_step) for step in steps if step.rl_step in last]
+    lengths = {name: [step.accept_length for step in late[name]] for name in KINDS}
     return {
-        "accept_length_at_start": {name: steps[0].accept_length for name, steps in live.items()},
+        "accept_length_at_start": {name: runs[0]["live"][name][0].accept_length for name in KINDS},
         "accept_length": {name: float(np.mean(found)) if found else None for name, found in lengths.items()},
-        "ratio": interval_json(length_ratio(late_live["adaptive"], late_live["frozen"], rng)),
-        "paired_ratio": interval_json(length_ratio(late_paired["in_service"], late_paired["initial"], rng)),
-        "by_position": {name: by_position(steps) for name, steps in late_live.items()},
+        "ratio": interval_json(length_ratio(late["adaptive"], late["frozen"], rng)),
+        "paired_ratio": interval_json(length_ratio(late["in_service"], late["initial"], rng)),
+        "by_position": {name: by_position(late[name]) for name in KINDS},
     }
-
-
-def _numbered(runs: Sequence[Mapping[str, Any]], part: str, name: str) -> list[AcceptedDrafts]:
-    """The steps of all runs, those of run n numbered from n `RUN` on."""
-    return [
-        AcceptedDrafts(rl_step=n * RUN + step["rl_step"], drafts=step["drafts"], kept=tuple(step["kept"]))
-        for n, run in enumerate(runs)
-        for step in run[part][name]
-    ]
 
 
 def length_ratio(

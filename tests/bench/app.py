@@ -69,8 +69,7 @@ def commands(
     from .commands import bench_commands, text
 
     _check(out)
-    chosen, inputs = ([name.strip() for name in names.split(",") if name.strip()] for names in (only, sizes))
-    _tell(bench_commands(inputs, chosen, rounds=rounds, timeout_s=timeout, progress=progress), text, out)
+    _tell(bench_commands(_names(sizes), _names(only), rounds=rounds, timeout_s=timeout, progress=progress), text, out)
 
 
 @app.command()
@@ -121,7 +120,7 @@ def drafter(
 
     Example: tltlab bench drafter --parts adaptive,coordination --out bench
     """
-    chosen = [part.strip() for part in parts.split(",") if part.strip()]
+    chosen = _names(parts)
     for part in chosen or [""]:
         if part not in DRAFTER_PARTS:
             raise ConfigError(f"--parts {parts}: no part named {part!r}; there are {', '.join(DRAFTER_PARTS)}")
@@ -166,11 +165,10 @@ def regimes(
     from .contest import TEXT, bench_regimes
 
     _check(out)
-    names = [name.strip() for name in only.split(",") if name.strip()]
     if fast:
         rl_steps, seeds = min(rl_steps, 2), 1
     chosen = range(seed, seed + seeds)
-    result = bench_regimes(names, traces=traces, rl_steps=rl_steps, seeds=chosen, jobs=jobs, progress=progress)
+    result = bench_regimes(_names(only), traces=traces, rl_steps=rl_steps, seeds=chosen, jobs=jobs, progress=progress)
     _tell(result, TEXT, out)
 
 
@@ -225,7 +223,7 @@ def batch_size(
         sizes, rounds, tokens = sizes[:5:2], min(rounds, 2), min(tokens, 32)
     result = bench_batch_size(
         own_model(model, Path(), size="tiny" if fast else "small", progress=progress),
-        [name.strip() for name in policies.split(",") if name.strip()], sizes, rounds=rounds, tokens=tokens,
+        _names(policies), sizes, rounds=rounds, tokens=tokens,
         warm_up=20 if fast else 200, seed=seed, progress=progress,
     )  # fmt: skip
     _tell(result, TEXT, out)
@@ -384,6 +382,11 @@ def train(
     _check(out, folder=True)
     sizes = changed(FAST if fast else TrainSizes(), steps=steps, blocks=blocks)
     _tell(bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress), TEXT)
+
+
+def _names(text: str) -> list[str]:
+    """Names with commas between them."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _one_thread() -> None:

@@ -222,12 +222,8 @@ def _alone(part: str, arguments: dict[str, Any], environment: dict[str, str]) ->
 
 def _chain_policies(drafter: str) -> dict[str, Policy]:
     """The policies of TLT's table of graph memory by name, as chains of one drafter."""
-    depths = (8, 4, 2)
-    rows = tuple(
-        TableRow(min_batch=batch, strategy=Strategy.chain(drafter, depth))
-        for batch, depth in zip((1, 5, 17), depths, strict=True)
-    )
-    every = tuple(Strategy.chain(drafter, depth) for depth in depths)
+    every = tuple(Strategy.chain(drafter, depth) for depth in (8, 4, 2))
+    rows = tuple(TableRow(min_batch=n, strategy=chain) for n, chain in zip((1, 5, 17), every, strict=True))
     return {
         "no speculation": Policy(selector=FixedSpec(strategy=Strategy.chain(drafter, 0))),
         "one strategy": Policy(selector=FixedSpec(strategy=every[0])),
@@ -275,12 +271,15 @@ def _graphs(
             graphs=planned if graphs == "planned" else None,
         )  # fmt: skip
     try:
-        captured = engine.captured_graphs()
+        captured, predicted = engine.captured_graphs(), memory_bytes(planned, shape.layers, shape.vocab)
         cells: list[dict[str, Any]] = []
         row = {
             "started_s": time.perf_counter() - start, "captured": asdict(captured), "depths": planned.depths,
             "planned": planned.full_graphs() if graphs == "planned" else None, "cells": cells,
-            "memory": _memory(memory_bytes(planned, shape.layers, shape.vocab), captured.num_bytes),
+            "memory": {
+                "predicted_bytes": predicted, "measured_bytes": captured.num_bytes,
+                "relative_error": None if captured.num_bytes is None else predicted / captured.num_bytes - 1.0,
+            },
         }  # fmt: skip
         for visit, (batch, depth) in enumerate((b, k) for b in batches for k in planned.depths):
             engine.set_policy(Fixed(Strategy.chain(drafter, depth)))
@@ -320,12 +319,6 @@ def plain_steps(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]
         if (reference, batch) in medians and name != reference:
             slowdowns.setdefault(batch, {})[name] = seconds / medians[reference, batch]
     return slowdowns
-
-
-def _memory(predicted: float, measured: int | None) -> dict[str, float | None]:
-    """Bytes of an engine's graphs, and predicted / measured - 1; None where not measured."""
-    error = None if measured is None else predicted / measured - 1.0
-    return {"predicted_bytes": predicted, "measured_bytes": measured, "relative_error": error}
 
 
 def _seam(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int) -> dict[str, Any]:

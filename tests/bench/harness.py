@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import re
 import string
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -98,18 +97,6 @@ def resident_bytes() -> int | None:
     """Bytes of this process in memory now; None where there is no /proc."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else None
-
-
-def peak_rss_bytes() -> int:
-    """Peak resident memory of this process. Linux's ru_maxrss also counts the process that started it."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    import resource  # Not on Windows.
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class _Fields(string.Formatter):

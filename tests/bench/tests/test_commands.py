@@ -4,24 +4,20 @@ import json
 import math
 
 import pytest
-from typer.testing import CliRunner
 
 from bench import commands
-from bench.app import app
 from tests.refused import refused
+from tests.sim.workloads import typed
 from tltlab.errors import ConfigError
 
 FIGURES = ("wall_s", "cpu_s", "peak_bytes")
 
 
-def bench(*options):
-    found = CliRunner().invoke(app, ["commands", "--rounds", "1", "--json", *options])
-    assert found.exit_code == 0, found.output
-    return json.loads(found.stdout)
-
-
-def test_commands_are_measured_against_floor_and_base():
-    found = bench("--only", "timeline", "--sizes", "tiny,1,3")
+def test_commands_are_measured_against_floor_and_base(capsys):
+    asked = ("--rounds", 1, "--only", "timeline", "--sizes", "tiny,1,3", "--json")
+    code, out, _ = typed(capsys, "bench", "commands", *asked)
+    assert code == 0
+    found = json.loads(out)
     rows = {(row["command"], row["input"]): row for row in found["rows"]}
     bases = {("trace describe", size) for size in ("tiny", "1", "3")}
     assert set(rows) == {("--help", None), ("timeline", "tiny"), *bases}

@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from bench import adaptive as runs
 from bench import app as bench
@@ -13,6 +12,7 @@ from bench.adaptive import PARTS, BenchSizes, live_drafts
 from bench.drafters import bench_drafters
 from bench.harness import changed
 from tests.refused import refused
+from tests.sim.workloads import typed
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.offline.data import load_target
 from tltlab.runtime.drafter.offline.runs import (
@@ -119,16 +119,15 @@ def test_texts_are_the_same_for_the_same_seed(random_model):
     assert all(1 < len(text.token_ids) <= 12 for text in first)
 
 
-def test_the_command_knows_every_part_and_key(monkeypatch):
+def test_the_command_knows_every_part_and_key(capsys, monkeypatch):
     # Each case takes its own processes, and what they measure is tested elsewhere.
     monkeypatch.setitem(bench_drafters.__kwdefaults__, "cases", {})
     assert set(bench.DRAFTER_PARTS) == {bench.MODEL_FREE, *PARTS}
-    plain = ["drafter", "--groups", "1", "--response-tokens", "64", "--depth", "2", "--json"]
-    done = CliRunner().invoke(bench.app, [*plain, "--parts", "model-free"], catch_exceptions=False)
-    found = json.loads(done.stdout)
-    assert set(found) == {"num_tokens", "depth", "rows"}
-    with refused(ConfigError, naming=("speed",)):
-        CliRunner().invoke(bench.app, [*plain, "--parts", "model-free,speed"], catch_exceptions=False)
+    plain = ("bench", "drafter", "--groups", 1, "--response-tokens", 64, "--depth", 2, "--json", "--parts")
+    code, out, _ = typed(capsys, *plain, "model-free")
+    assert (code, set(json.loads(out))) == (0, {"num_tokens", "depth", "rows"})
+    code, _, said = typed(capsys, *plain, "model-free,speed")
+    assert (code, "speed" in said) == (2, True)
 
 
 def test_given_sizes_change_the_recipes(random_model, tmp_path):

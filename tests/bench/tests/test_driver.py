@@ -9,7 +9,7 @@ import pytest
 
 from bench.train.driver import PARTS, measured, text
 from fakes.scripted import DriverCase, ScriptedWorker
-from tltlab.cli.app import main
+from tests.sim.workloads import typed
 from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.rollout.worker import packed
 
@@ -54,10 +54,9 @@ def test_the_driver_makes_no_object_per_token():
 
 
 def test_the_command_prints_seconds_and_bytes_by_part(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["bench", "driver", "--fast", "--workers", "2", "--reward-processes", "0", "--json"])
-    assert not end.value.code
-    found = json.loads(capsys.readouterr().out)
+    code, out, _ = typed(capsys, "bench", "driver", "--fast", "--workers", 2, "--reward-processes", 0, "--json")
+    assert code == 0
+    found = json.loads(out)
     (case,) = found["cases"]
     assert case["workers"] == 2
     assert {"rollouts", "rewards", "trace rows", "figures"} <= set(case["seconds"])
@@ -66,9 +65,8 @@ def test_the_command_prints_seconds_and_bytes_by_part(capsys):
 
 
 def test_the_hosts_time_is_told_by_part(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["bench", "train", "--host", "--fast", "--json"])
-    assert not end.value.code
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    code, out, _ = typed(capsys, "bench", "train", "--host", "--fast", "--json")
+    assert code == 0
+    rows = json.loads(out)["rows"]
     assert len(rows) == 2 * len(PARTS)
     assert all(row["ms"] == pytest.approx(512 * row["ms_each"]) and row["ms"] > 0 for row in rows)

@@ -27,11 +27,12 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from bench.harness import Progress, Table, Text, peak_rss_bytes, shown
+from bench.harness import Progress, Table, Text, shown
 from fakes.scripted import PROMPT_TOKENS, RANK, SCRIPTED, SYNC, WRITER, DriverCase, Meter, scripted_actors, without_ray
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.rewards import Scored
 from tltlab.runtime.run import grpo
+from tltlab.runtime.run.memory import ProcessMemory
 
 
 def parity(prompt: str, response: str, answer: str) -> float:
@@ -86,7 +87,7 @@ def measured(case: DriverCase) -> dict[str, Any]:
             stack.enter_context(without_ray(meter))
             stack.enter_context(run)
             _watch(run, meter, stack)
-            start_rss = peak_rss_bytes()
+            before = ProcessMemory.now("driver", 0, {})
             for _ in range(case.rl_steps):
                 meter.seconds.clear()
                 meter.bytes.clear()
@@ -98,7 +99,7 @@ def measured(case: DriverCase) -> dict[str, Any]:
             samples = rank._rank_of.count(0)
             # What is taken apart is the trace, which is not the question here.
             trace_bytes = _size(folder / "run") - trace
-            peak = peak_rss_bytes()
+            after = ProcessMemory.now("driver", 0, {})
     _, rank_s, writer_s = (meter.seconds.pop(name, 0.0) for name in (SCRIPTED, RANK, WRITER))
     return {
         "workers": case.workers,
@@ -110,8 +111,8 @@ def measured(case: DriverCase) -> dict[str, Any]:
         "bytes": dict(meter.bytes.most_common()),
         "trace_bytes": trace_bytes,
         "rank_samples": samples,
-        "start_rss_bytes": start_rss,
-        "peak_rss_bytes": peak,
+        "start_rss_bytes": before.peak_bytes,
+        "peak_rss_bytes": after.peak_bytes,
     }
 
 
