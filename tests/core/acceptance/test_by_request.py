@@ -15,7 +15,6 @@ from tests.refused import refused
 from tests.traces_of_lengths import iterations, of_samples
 from tltlab.acceptance.base import RequestArrays
 from tltlab.acceptance.curves import SiblingAcceptance, fit_siblings
-from tltlab.acceptance.load import load_acceptance
 from tltlab.errors import ConfigError, TraceError
 from tltlab.strategy import Strategy
 from tltlab.traces.drafts import recorded_drafts, walked_drafts
@@ -51,7 +50,6 @@ def test_no_state_beats_most_request_can_get(level, length, share):
     ("model", "strategy", "fact"),
     [
         (SIBLINGS, Strategy("ngram", 4, 2, 8), "tree"),
-        (load_acceptance("seer-siblings"), Strategy("ngram", 4, 2, 8), "tree"),
         (SIBLINGS, Strategy.chain("other", 2), "other"),
     ],
 )

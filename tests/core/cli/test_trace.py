@@ -70,13 +70,6 @@ def test_rl_step_of_csv_has_other_names(command, tmp_path, name):
     assert f"response_tokens from output_tokens, rl_step from {name}, reward" in err
 
 
-def test_csv_rows_are_grouped_and_cut(tmp_path):
-    trace = import_dump(csv(tmp_path, "5\n9\n9\n2\n"), group_size=2, max_response_tokens=9, workers=3)
-    assert trace.outcomes["prompt_id"].tolist() == ["p0", "p0", "p1", "p1"]
-    assert trace.outcomes["finish_reason"].tolist() == ["stop", "length", "length", "stop"]
-    assert trace.manifest.num_workers == 3
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -344,8 +344,9 @@ def test_fields_missing_in_a_csv_are_noted(tmp_path):
     for facts in ("cap is unknown", "(9 tokens)", "prompt tokens are unknown: 0", "1 of 2 samples"):
         assert facts in notes
     path.write_text("length,prompt_tokens,id\n5,3,a\n9,4,b\n")
-    notes = import_dump(path, group_size=2, max_response_tokens=9).manifest.notes
-    assert notes == "columns read: response_tokens from length, prompt_tokens (not read: id)"
+    trace = import_dump(path, group_size=2, max_response_tokens=9)
+    check(trace, finish_reason=["stop", "length"])
+    assert trace.manifest.notes == "columns read: response_tokens from length, prompt_tokens (not read: id)"
 
 
 @pytest.mark.parametrize(

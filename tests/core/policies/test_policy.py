@@ -1,7 +1,6 @@
 import json
 import pickle
 import sys
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -96,7 +95,6 @@ def test_all_faults_of_a_file_come_at_once(tmp_path):
 
 
 ROWS = {"kind": "table", "rows": [{"min_batch": b, "strategy": NGRAM_4} for b in (1, 9, 5)]}
-FEW = {"kind": "beg-mab", "strategies": [asdict(tree) for tree in TREES], "thresholds": [1]}
 GOODPUT = {"kind": "goodput", "strategies": [NGRAM_4]}
 HYBRIDS = {"a": {"kind": "hybrid", "otherwise": "b"}, "b": {"kind": "hybrid", "first": "ngram"}}
 
@@ -111,7 +109,6 @@ HYBRIDS = {"a": {"kind": "hybrid", "otherwise": "b"}, "b": {"kind": "hybrid", "f
         ("selector", ROWS, ["selector: min_batch", "1, 9, 5"]),
         ("selector", {"kind": "fixed", "strategy": {"drafter": "ngram"}}, ["selector.strategy.draft_depth: "]),
         ("selector", {"kind": "beg-mab"}, ["buckets", "strategies", "thresholds"]),
-        ("selector", FEW, [2, "(48, 16)", "(1)"]),
         ("selector", GOODPUT | {"costs": "b200"}, ["selector: ", "b200"]),
         ("selector", GOODPUT | {"costs": {"base_s": 1e-3}}, ["selector: ", "per_request_s"]),
         ("budget", {"kind": "fair"}, ["budget: "]),

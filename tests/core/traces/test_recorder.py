@@ -112,8 +112,6 @@ OUTCOME = rows(0)["outcomes"][0]
         ("outcome", {}, ("outcome",)),
         ("outcomes", {"tokens": 3}, ("tokens",)),
         ("outcomes", {**OUTCOME, "response_tokens": "3"}, ("response_tokens",)),
-        ("outcomes", {**OUTCOME, "response_tokens": None}, ("response_tokens", "0")),
-        ("outcomes", {**OUTCOME, "t_finish": float("nan")}, ("t_finish", "0")),
         ("outcomes", {**OUTCOME, "finish_reason": "eos"}, ("finish_reason", "0")),
     ],
 )
