@@ -228,7 +228,6 @@ NESTED = [
         ({"step_column": "at.it"}, {"rl_step": [6, 6, 6, 7, 7, 7]}),
         ({"group_column": "grp", "column": "meta.info.len"}, {"sample": [0, 1, 0] * 2}),
     ],
-    ids=["a nested column", "usage", "a nested step", "group and column"],
 )
 def test_named_columns_leave_the_others(tmp_path, options, expected):
     check(of(tmp_path, NESTED, **options), **expected)
@@ -284,17 +283,6 @@ def test_numbers_may_be_texts(tmp_path):
         (("99", "-1"), (3, "-1")),
         (("99", ""), (3, "''")),
         (("99", "1e9"), (3, "1e9", 2**24 - 1)),
-    ],
-    ids=[
-        "thousands or decimals",
-        "one or thousand",
-        "comma",
-        "millions",
-        "k",
-        "two behind",
-        "negative",
-        "empty",
-        "too many",
     ],
 )
 def test_a_number_that_is_none_is_named(tmp_path, cells, facts):

@@ -1,9 +1,5 @@
-import json
-
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tltlab.policies.beg_mab import BegMab, paper_buckets
 from tltlab.state import Choice, StepOutcome
@@ -89,24 +85,6 @@ def test_propensity_is_how_often_arm_is_chosen():
     assert chance == {D8: pytest.approx(0.1), D4: pytest.approx(0.8), D2: pytest.approx(0.1)}
     for arm, p in chance.items():
         assert picks.count(arm) / 10_000 == pytest.approx(p, abs=0.02)
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 64), st.floats(1.0, 1e4)), max_size=80), st.sampled_from(["paper", "relative"])
-)
-def test_a_restored_bandit_decides_identically(story, reward):
-    buckets = [(1, [D8, D4, NO_SPECULATION]), (9, [D2, D1, NO_SPECULATION])]
-    original = bandit(buckets, seed=1, window=7, reward=reward)
-    for batch, rate in story:
-        choice = original.choose(at(batch))
-        original.observe(choice, ran(choice.strategy, batch, batch / rate))
-    restored = bandit(buckets, seed=2, window=7, reward=reward)
-    restored.load_state_dict(json.loads(json.dumps(original.state_dict(), allow_nan=False)))
-    for batch, rate in (*story, *story):
-        a, b = original.choose(at(batch)), restored.choose(at(batch))
-        assert a == b
-        original.observe(a, ran(a.strategy, batch, batch / rate))
-        restored.observe(b, ran(b.strategy, batch, batch / rate))
 
 
 def test_falling_batches_mislead_the_paper_reward_only():
