@@ -10,6 +10,7 @@ from tests.refused import refused
 from tests.sim.workloads import typed
 from tltlab.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("as_json")
 FIGURES = ("wall_s", "cpu_s", "peak_bytes")
 
 

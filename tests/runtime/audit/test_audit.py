@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from tests.refused import refused
 from tests.runtime.stock_sampling import unfixed_sampling
+from tltlab.console import JSON, running
 from tltlab.errors import ConfigError
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
 from tltlab.runtime.audit.models import EOS
@@ -172,7 +173,9 @@ def test_engine_settings_that_are_none_are_refused(given):
 def run(*args):
     app = Typer()
     app.command()(audit)
-    result = CliRunner().invoke(app, [*args, "--json"])
+    token = running.set((JSON,))
+    result = CliRunner().invoke(app, args)
+    running.reset(token)
     return result.exit_code, json.loads(result.stdout)
 
 

@@ -219,12 +219,12 @@ def test_texts_come_from_traces_and_files(target, tmp_path):
 
 
 @pytest.mark.engine
-def test_the_command_answers_prompts_and_reports(random_model, tmp_path):
+def test_the_command_answers_prompts_and_reports(random_model, tmp_path, as_json):
     (tmp_path / "target").mkdir()
     target = easy_target(random_model, tmp_path / "target", LONG_CONTEXT)
     app = typer.Typer()
     app.command()(command)
-    options = ["--updates", "5", "--tokens-per-update", "256", "--max-response-tokens", "24", "--json"]
+    options = ["--updates", "5", "--tokens-per-update", "256", "--max-response-tokens", "24"]
     arguments = [str(target), str(target / "train.jsonl"), "--out", str(tmp_path / "head"), *options]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
