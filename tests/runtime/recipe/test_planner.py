@@ -55,7 +55,7 @@ def test_planners_that_do_not_load_and_heads_that_do_not_divide(random_model):
 
 def test_tail_engines_have_the_gpus_of_whole_workers(monkeypatch):
     own = ["cluster.gpus_per_node=8", "cluster.gpu=H100", "model=Qwen2.5-7B", "rollout.tail_shape=2x2"]
-    recipe = gathering(*own, "rollout.num_workers=4")
+    recipe = gathering(*own, "rollout.num_workers=4", "rollout.planner_costs=[]")
     bundles = bundles_of(recipe)
     assert bundles.all == (2.0, 2.0, 1.0)
     place = GpuPlacement(recipe)
