@@ -57,9 +57,16 @@ def iterations(**columns: Any) -> pd.DataFrame:
 
     Drafts are chains of n-grams for each request of the batch, `draft_depth` tokens long, 0 if not given.
     """
-    accepted = columns.get("accepted_per_request", 0)
-    fixed = {"rl_step": 0, "worker": 0, "duration": 1.0, "context_tokens": 10, "prefill_tokens": 0, "draft_depth": 0}
-    fixed["num_accepted"] = accepted and [0 if kept is None else sum(kept) for kept in accepted]
+    accepted = columns.get("accepted_per_request")
+    fixed = {
+        "rl_step": 0,
+        "worker": 0,
+        "duration": 1.0,
+        "context_tokens": 10,
+        "prefill_tokens": 0,
+        "draft_depth": 0,
+        "num_accepted": 0 if accepted is None else [0 if kept is None else sum(kept) for kept in accepted],
+    }
     table = pd.DataFrame(fixed | columns)
     depth = table["draft_depth"]
     follows = {

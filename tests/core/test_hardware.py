@@ -140,7 +140,6 @@ OWN_MODEL = {"name": "mine", "hidden": 8, "intermediate": 8, "layers": 1, "head_
         (lambda: kv_capacity_tokens(gpu("H100"), model("Llama-3.3-70B"), 1), ("Llama-3.3-70B", 131, "GiB", "H100", 68)),
         (lambda: kv_capacity_tokens(gpu("H100"), model("Qwen2.5-7B"), 0), ("memory_fraction",)),
         (lambda: kv_capacity_tokens(gpu("H100"), model("Qwen2.5-7B"), 1, 0.0), ("memory_fraction",)),
-        (lambda: kv_capacity_tokens(gpu("H100"), model("Qwen2.5-7B"), 1, 1.1), ("memory_fraction",)),
         (lambda: Gpu(hbm_bytes_per_s=0, **OWN_GPU), ("hbm_bytes_per_s",)),
         (lambda: ModelShape(heads=3, kv_heads=2, **OWN_MODEL), ("kv_heads",)),
         (lambda: shape_of_config({"hidden_size": 8}), ("num_hidden_layers",)),

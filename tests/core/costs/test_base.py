@@ -74,13 +74,11 @@ def test_missing_term_is_named_once_it_is_needed(costs):
         ({**TABLE, "forward": [{"tokens": 8, "seconds": 1.0}] * 2}, ("ascending",)),
         ({**TABLE, "forward": [{"tokens": 8, "seconds": 1.0}, {"tokens": 16, "seconds": 0.9}]}, ("16", "0", "9", "1")),
         ({**TABLE, "attention": [{"batch": b, "per_context_s": 1e-7 / b**2} for b in (1, 2)]}, ("2",)),
-        (ROOFLINE.model_dump() | {"model": "gpt-2"}, ("gpt-2",)),
         (ROOFLINE.model_dump() | {"constants": CONSTANTS.model_dump() | {"memory_efficiency": 1.2}},
          ("memory_efficiency",)),
         ("no-such-preset", ("cpu-small",)),
         ("vllm:H100", ("ENGINE:GPUS:MODEL",)),
         ("vllm:H100:Llama-3.1-8B:fp3", ("fp3", "bf16", "fp8")),
-        ("vllm:H100:Llama-3.3-70B", ("131", "GiB")),
         ("vlm:H100:Llama-3.1-8B", ("ENGINE:GPUS:MODEL",)),
     ],
 )  # fmt: skip
@@ -105,17 +103,9 @@ def test_a_file_gives_back_what_was_written(costs, tmp_path):
     assert load_costs(costs.write(tmp_path / "costs.json")) == costs
 
 
-def test_a_changed_bit_is_refused_or_harmless(tmp_path):
+def test_a_changed_file_is_refused(tmp_path):
     path = LINEAR.write(tmp_path / "costs.json")
     data = path.read_bytes()
-    num_refused = 0
-    for place in range(len(data)):
-        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
-        try:
-            assert load_costs(path) == LINEAR
-        except ConfigError:
-            num_refused += 1
-    assert num_refused > len(data) // 2
     for text, named in ((data.replace(b"0.004", b"0.005"), ("costs.json", "JSON", "sha256")), (b"{", ("JSON",))):
         path.write_bytes(text)
         with refused(ConfigError, naming=named):

@@ -13,16 +13,15 @@ import pandas as pd
 import pytest
 
 from tests.refused import refused
+from tests.traces_of_lengths import iterations, of_samples
 from tltlab.coordination.canary import Verdict
 from tltlab.doctor.evidence import NotChecked, RunEvidence
 from tltlab.doctor.signatures import CHECKS, SIGNATURES, diagnose, examine
 from tltlab.errors import TraceError
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.strategy import Strategy
 from tltlab.traces.schema import Contents, Manifest
-from tltlab.traces.trace import Trace
 
 PLAIN_S, PER_REQUEST_S = 4e-3, 1e-4
-columns_of = cache(asdict)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -52,7 +51,7 @@ class Run:
 
     def trace(self, **tables):
         rng = np.random.default_rng(self.seed)
-        rows = {n: [] for n in ("workload", "outcomes", "iterations", "steps")}
+        rows = {n: [] for n in ("outcomes", "iterations", "steps")}
         for step in range(self.steps):
             speculates = not self.plain_steps or step % 2 == 1
             ends = [self._worker(rng, rows, step, worker, speculates) for worker in range(self.workers)]
@@ -61,9 +60,10 @@ class Run:
                  "policy": self.policy if speculates else "none", "drift_kl": 0.005, "drafter_version": step,
                  "drafter_age": 0, "drafter_updates": 10 * step, **self.stages}
             )  # fmt: skip
-        frames = {name: pd.DataFrame(own) for name, own in rows.items() if own}
+        outcomes, table, steps = (pd.DataFrame(own) for own in rows.values())
+        trace = of_samples(cap=400, sample=0, prompt_tokens=self.prompt_tokens, t_submit=0.0, **outcomes)
         manifest = Manifest(kind="recorded", num_workers=self.workers, hardware=self.hardware, max_response_tokens=400)
-        return Trace.from_tables(manifest, {**frames, **tables})
+        return trace.replace(manifest=manifest, **{"iterations": iterations(**table), "steps": steps} | tables)
 
     def _worker(self, rng, rows, step, worker, speculates):
         lengths = np.minimum(rng.geometric(1 / 25, self.responses) + 10, 400)
@@ -78,28 +78,21 @@ class Run:
             took = PLAIN_S + PER_REQUEST_S * batch + self.verify_s * batch * depth
             prefilled = batch * self.prompt_tokens if prefill else 0
             took = (took + 1e-5 * prefilled) * self.slowness(worker) * np.exp(rng.normal(0, self.noise))
-            strategy = Strategy.chain(self.drafter, depth) if depth else NO_SPECULATION
-            chosen = {"rl_step": step, "worker": worker, "iteration": iteration, **columns_of(strategy)}
             rows["iterations"].append(
-                {**chosen, "t_start": now, "duration": took, "batch": batch, "num_waiting": self.waiting,
-                 "context_tokens": int(context[alive].sum()), "prefill_tokens": prefilled, "num_drafted": batch * depth,
-                 "num_accepted": int(kept.sum()), "num_generated": int(tokens.sum()), "draft_duration": 0.0,
-                 "next_draft_depth": depth, "accepted_per_request": kept.tolist() if depth else None}
+                {"rl_step": step, "worker": worker, "iteration": iteration, "t_start": now, "duration": took,
+                 "drafter": self.drafter if depth else "none", "draft_depth": depth, "next_draft_depth": depth,
+                 "batch": batch, "num_waiting": self.waiting, "context_tokens": int(context[alive].sum()),
+                 "prefill_tokens": prefilled, "num_generated": int(tokens.sum()), "draft_duration": 0.0,
+                 "accepted_per_request": kept.tolist() if depth else None}
             )  # fmt: skip
             left[alive] -= tokens
             context[alive] += tokens
             now, iteration = now + took, iteration + 1
         for number, length in enumerate(lengths.tolist()):
-            key = {"rl_step": step, "prompt_id": f"w{worker}-{number}", "sample": 0, "turn": 0}
-            asked = {
-                "epoch": 0,
-                "prompt_tokens": self.prompt_tokens,
-                "max_response_tokens": 400,
-                "policy_version": step,
-            }
-            rows["workload"].append(key | asked)
-            made = {"response_tokens": length, "finish_reason": "stop", "worker": worker}
-            rows["outcomes"].append(key | made | {"t_submit": 0.0, "t_finish": now})
+            rows["outcomes"].append(
+                {"rl_step": step, "prompt_id": f"w{worker}-{number}", "lengths": length, "worker": worker,
+                 "t_finish": now}
+            )  # fmt: skip
         return now
 
 
@@ -122,9 +115,9 @@ def with_steps(run=SMALL, **columns):
 def in_graphs(kind, hardware="8 x H100"):
     """A run on GPUs whose iterations say what they ran in, by draft depth."""
     trace = trace_of(SOUND)
-    iterations = trace.table("iterations")
+    table = trace.table("iterations")
     manifest = trace.manifest.model_copy(update={"hardware": hardware})
-    return trace.replace(manifest=manifest, iterations=iterations.assign(graph=iterations["draft_depth"].map(kind)))
+    return trace.replace(manifest=manifest, iterations=table.assign(graph=table["draft_depth"].map(kind)))
 
 
 def waiting(*, waits=True, hardware="8 x H100"):

@@ -2,7 +2,6 @@
 
 import re
 import threading
-from pathlib import Path
 
 import matplotlib
 
@@ -14,9 +13,7 @@ from tests.core.report.in_browser import CHROMIUM, in_browser
 from tltlab.files import write_json
 from tltlab.report.server import Runs, Server
 from tltlab.report.write import report
-from tltlab.traces.trace import read
 
-TINY = Path(__file__).parents[3] / "traces" / "tiny"
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
 WIDE, PHONE = 1280, 390
 LOOK = """{
@@ -59,21 +56,14 @@ ENLARGE = """(() => {
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory):
-    """The page of a RUN with a hostile name, and of a comparison."""
-    folder = tmp_path_factory.mktemp("pages")
-    trace = read(TINY).select([0, 1])
-    hostile = "<script src='http://evil.example/x.js'></script><img src=http://evil.example/y.png>"
-    manifest = trace.manifest.model_copy(update={"name": hostile})
-    trace.replace(manifest=manifest).write(folder / "run" / "trace")
-    steps = [{"rl_step": s, "policy": "a\"b'<i>", "measured_s": 1.0 + s, "predicted_s": 1.1 + s, "error": 0.1}
-             for s in trace.rl_steps]  # fmt: skip
-    write_json(folder / "run" / "summary.json", {"verify": {"steps": steps, "median_error": 0.1, "worst_error": 0.1}})
+def pages(run):
+    """The page of a RUN with hostile names, and of a comparison."""
+    folder = run.parent
     row = {"system": "tlt", "makespan_s": 2.0, "ratio": 0.8, "ratio_low": 0.7, "ratio_high": 0.9, "lossless": True}
     plain = row | {"system": "verl", "makespan_s": 2.5, "ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0}
     slow = row | {"system": "long-name-of-a-system", "makespan_s": 12.5, "ratio": 5.0, "ratio_low": None}
     write_json(folder / "compared.json", {"rows": [row, plain, slow], "baseline": "verl"})
-    report(folder / "run", out=folder / "run.html")
+    report(run, out=folder / "run.html")
     report(folder / "compared.json", out=folder / "compared.html")
     return folder
 

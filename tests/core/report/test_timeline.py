@@ -97,14 +97,13 @@ def test_the_picture_has_a_lane_per_worker():
     assert metrics.worker_bubbles(recorded(4)) == {"worker 0": 0.75, "worker 1": 0.5, "worker 2": 0.25, "worker 3": 0.0}
 
 
-@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
-def test_picture_is_written_and_same_each_time(tmp_path, suffix, magic):
+def test_picture_is_written_and_same_each_time(tmp_path):
     spans = [("worker 0", kind, i * 0.1, 0.1) for i, kind in enumerate((*SPAN_KINDS, "unheard_of"))]
-    files = [tmp_path / name / f"picture{suffix}" for name in "ab"]
+    files = [tmp_path / name / "picture.png" for name in "ab"]
     for file in files:
         timeline(recorded(2, spans=spans), out=file)
     data = [file.read_bytes() for file in files]
-    assert data[0].startswith(magic)
+    assert data[0].startswith(b"\x89PNG")
     assert data[0] == data[1]
 
 
