@@ -20,14 +20,6 @@ import torch
 
 import tltlab
 from tests.refused import refused
-from tltlab.coordination.machine import (
-    RolloutEnded,
-    RolloutStarted,
-    TrainerFreed,
-    TrainerGone,
-    TrainerReady,
-    WorkerIdle,
-)
 from tltlab.coordination.schedule import Attempt, ScheduleConfig, TrainingSchedule
 from tltlab.errors import ConfigError
 from tltlab.files import write_file
@@ -495,26 +487,6 @@ def test_a_trainer_that_answers_no_call_is_killed(story, impatient):
     story.ends()
     assert story.heard("3 s")
     assert (2, "killed") in [(row["worker"], row["ended"]) for row in story.rows["spot_training"]]
-
-
-def test_what_is_reported_twice_changes_nothing(story):
-    story.trains(1, more=2)
-    training = story.run.training
-    for event in (WorkerIdle(worker=1), TrainerReady(worker=1), RolloutStarted(rl_step=story.rl_step)):
-        training._notify(event)
-    (order,) = asked_of(story.run, lambda trainer: trainer._order, 1)
-    actor = training._processes[1].actor
-    again = actor.train.remote(order)
-    actor.order.remote(order)
-    at = story.updates(1)
-    until(lambda: story.updates(1) > at + 5)
-    training._notify(TrainerGone(worker=2))
-    story.ends()
-    ray.get(again)
-    for event in (TrainerFreed(worker=1), RolloutEnded(rl_step=story.rl_step)):
-        training._notify(event)
-    assert [(row["worker"], row["ended"]) for row in story.rows["spot_training"]] == [(1, "stopped")]
-    training._notify(TrainerReady(worker=2))
 
 
 def test_a_hanging_idle_trainer_holds_nobody_up(story, monkeypatch):

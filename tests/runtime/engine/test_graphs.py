@@ -79,12 +79,6 @@ def test_any_lengths_give_the_v1_runner_full_graphs():
     assert mode.name == "FULL"
 
 
-@pytest.mark.parametrize(("deepest", "kind"), [(4, "full"), (8, "piecewise")])
-def test_engine_deeper_than_its_policy_has_piecewise_graphs(deepest, kind):
-    plan = plan_graphs(fixed("suffix"), 16, runner="V1", deepest=deepest)
-    assert set(dispatched_kinds(plan).values()) == {kind}
-
-
 def test_the_v1_runner_gets_no_depth_table():
     speculative = {"method": "eagle", "model": "head", "num_speculative_tokens": 8}
     policy = table((1, 8), (5, 2), (17, 0))

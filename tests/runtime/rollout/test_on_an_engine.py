@@ -1,20 +1,12 @@
 """Partial rollouts and reuse on a real engine: log-probs and distributions are the exact model's, whoever drew."""
 
-from dataclasses import replace
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
-from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.recipe.sections import EnvironmentConfig
-from tltlab.runtime.rollout.collected import requests_of, turns_of
-from tltlab.runtime.rollout.environments import Conversations, EnvironmentPool, stop_token_ids
 from tltlab.runtime.rollout.worker import enough, packed
 from tltlab.runtime.run.data import rollouts_of
 
@@ -25,13 +17,6 @@ from .scripted_engines import END, recipe, tools_of
 pytestmark = pytest.mark.engine
 TEMPERATURE = 0.9
 CONCURRENCY = 8
-ECHO = """
-class Echo:
-    stop = ("w0", "w1", "w2", "w3", "w4")
-
-    def step(self, messages):
-        return "w5 w6"
-"""
 
 
 @pytest.fixture(scope="module")
@@ -138,58 +123,3 @@ def test_exact_reuse_keeps_all_of_the_same_policy(engine, versions, random_model
         assert list(t.logprobs) == pytest.approx(rows[np.arange(len(rows)), t.token_ids], abs=1e-3)
         assert list(t.token_versions) == [1] * len(t.token_ids)
         assert len(t.token_ids) == 40 if t.truncated else t.token_ids[-1] == END
-
-
-def test_exact_reuse_leaves_the_policys_distribution(engine, versions, random_model):
-    """First and second tokens of 512 responses to one prompt, many of them kept from the policy before."""
-    (prompt,) = some_prompts(1)
-    reusing = rollouts(1, (1, 512, 2), random_model, reuse={"residual": "exact"})
-    reusing.collect(tools(engine, versions, 0, 0))
-    got = reusing.collect(tools(engine, versions, 1, 9))
-    words = range(24)
-    first, second = np.zeros(24), np.zeros(24)
-    for t in got.trajectories:
-        first[t.token_ids[0]] += 1
-        second[t.token_ids[1] if len(t.token_ids) > 1 else END] += 1
-
-    def chances(version):
-        """The chi-square test's for both tokens; a response that has ended continues ending."""
-        one = np.exp(versions.rows(version, prompt.token_ids, [0])[0].astype(np.float64))
-        two = np.stack([np.exp(versions.rows(version, prompt.token_ids, [w, 0])[1].astype(np.float64)) for w in words])
-        two[END] = np.eye(24)[END]
-        return tuple(chisquare(seen, 512 * p / p.sum()).pvalue for seen, p in ((first, one), (second, one @ two)))
-
-    assert min(chances(9)) > 1e-4
-    assert min(chances(0)) < 1e-6
-
-
-def test_turns_are_drawn_behind_what_tools_say(engine, versions, random_model, tmp_path):
-    (tmp_path / "echoing.py").write_text(ECHO)
-    config = EnvironmentConfig(path="echoing:Echo", processes=0, max_turns=4)
-    pool, tokenizer = EnvironmentPool(config, [str(tmp_path)]), load_tokenizer(str(random_model))
-    stops = stop_token_ids(config, [str(tmp_path)], tokenizer)
-    engine.update_weights(versions[0].state_dict().items(), 0)
-    plain = [request for prompt in some_prompts(6) for request in requests_of(prompt, 0, 2, 40)]
-    asked = [replace(request, stop_token_ids=stops) for request in plain]
-    conversations = Conversations(pool, config, tokenizer, stops, engine.max_model_len)
-    rolled = engine.generate(asked, rl_step=0, temperature=TEMPERATURE, follow_ups=conversations)
-    requests = [*asked, *rolled.follow_ups]
-    assert [r.key for r in rolled.responses] == [r.key for r in requests]
-    assert len(rolled.follow_ups) > 6
-    found = {response.key: response for response in rolled.responses}
-    for request in asked:
-        turns = list(turns_of(request.key, found))
-        assert len(turns) <= 4
-        for before, after in pairwise(turns):
-            assert before.token_ids[-1] in stops
-            assert list(after.observed) == tokenizer.encode("w5 w6", add_special_tokens=False)
-            assert after.t_submit >= before.t_finish
-            assert after.tool_s is not None
-        text = []
-        for turn in turns:
-            text += [*turn.observed, *turn.token_ids]
-            rows = versions.rows(0, request.prompt_token_ids, text)[-len(turn.token_ids) :]
-            assert list(turn.logprobs) == pytest.approx(rows[np.arange(len(rows)), list(turn.token_ids)], abs=1e-3)
-        assert len(text) <= 40
-    ran = sum(row["num_generated"] for row in rolled.iterations.to_pylist())
-    assert ran >= sum(len(r.token_ids) for r in rolled.responses)

@@ -21,7 +21,7 @@ from tltlab.errors import InputError, RunError
 from tltlab.runtime.cli.train_drafter import train_drafter as command
 from tltlab.runtime.drafter.heads.kinds import new_head
 from tltlab.runtime.drafter.heads.layouts import load_head
-from tltlab.runtime.drafter.offline.chains import acceptance_along, kept_along, walk
+from tltlab.runtime.drafter.offline.chains import acceptance_along, kept_along
 from tltlab.runtime.drafter.offline.data import (
     Epochs,
     PromptedText,
@@ -117,15 +117,6 @@ def test_acceptance_is_that_of_counted_drafts(target):
         reached = [k for at, k in enumerate(kept) if k >= step and at + step < len(kept)]
         expected = sum(k > step for k in reached) / len(reached) if reached else None
         assert found.positions[step] == (pytest.approx(expected) if reached else None)
-
-
-def test_a_walk_makes_every_token_once():
-    rng = np.random.default_rng(0)
-    for length in range(20):
-        kept = [int(min(k, length - at)) for at, k in enumerate(rng.integers(0, 5, length))]
-        passes = walk(kept)
-        made = [token for at in passes for token in range(at, min(at + kept[at] + 1, length))]
-        assert made == list(range(1, length))
 
 
 def test_training_stops_at_an_accept_length(target, data, tmp_path):

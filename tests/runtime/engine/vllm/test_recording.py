@@ -434,17 +434,6 @@ def test_a_busy_engine_is_recorded_continuously(recorded, monkeypatch):
         assert sorted(rows["iteration"]) == list(range(len(rows))), "each once"
 
 
-def test_a_second_recording_gets_another_folder(recorded, llm):
-    first = recorded.scheduler.__dict__.pop("close_recording").__self__
-    first._unwrap()
-    beside = Recorded(llm, recorded.path)
-    assert beside.recording.path.name == "trace-1"
-    beside.answers()
-    beside.scheduler.close_recording()
-    assert len(tltlab.read(recorded.path.with_name("trace-1")).outcomes) == 3
-    first.close()
-
-
 def test_foreign_wrappers_survive_a_recording(recorded, llm, tmp_path):
     """Another plugin's, that was there before ours and that came after it."""
     called = Counter()
