@@ -77,8 +77,7 @@ def kind_of(column: str) -> frozenset[str]:
     return frozenset(kind for kind in NAMES if matches([column], kind))
 
 
-_BOOLEANS = {"true": 1.0, "false": 0.0}
-_NULLS = {"", "nan", "none", "null", "na", "n/a", "<na>"}
+_NULLS = set(_TABLE["cells"]["missing"])
 
 
 def is_missing(cell: Any) -> bool:
@@ -89,12 +88,7 @@ def is_missing(cell: Any) -> bool:
     """
     if isinstance(cell, str):
         return cell.strip().lower() in _NULLS
-    return (
-        cell is None
-        or (isinstance(cell, float | np.floating) and bool(cell != cell))
-        or cell is pd.NaT
-        or cell is pd.NA
-    )
+    return bool(pd.api.types.is_scalar(cell) and pd.isna(cell))
 
 
 def missing_in(cells: pd.Series[Any]) -> NDArray[np.bool_]:
@@ -122,8 +116,8 @@ def number(cell: Any, *, booleans: bool = False) -> float:
     try:
         if isinstance(cell, str):
             text = cell.strip()
-            if booleans and text.lower() in _BOOLEANS:
-                return _BOOLEANS[text.lower()]
+            if booleans and text.lower() in ("true", "false"):
+                return float(text.lower() == "true")
             # Python would take `1_2` for 12.
             return float("nan") if "_" in text else float(text)
         return float(cell) if isinstance(cell, int | float | np.number | np.bool_ | Decimal) else float("nan")
@@ -164,10 +158,7 @@ def parsed(cell: Any) -> Any:
     return cell
 
 
-_OTHERS = {"system", "developer", "user", "human", "tool", "function", "environment", "observation", "ipython"}
-_CALLS = ("function_call", "tool_use", "tool_call", "custom_tool_call", "mcp_call", "server_tool_use")
-_TEXTS = ("thinking", "reasoning", "reasoning_content", "summary", "text", "content", "value", "refusal")
-_OUTPUTS = ("output", "result")
+_MESSAGES: dict[str, list[str]] = _TABLE["messages"]
 
 
 @dataclass
@@ -225,7 +216,7 @@ def _is_generated(message: Any) -> bool:
         return True
     role = str(message.get("role") or message.get("from") or "").lower()
     if role:
-        return role not in _OTHERS
+        return role not in _MESSAGES["others"]
     return not str(message.get("type") or "").endswith(("_output", "_result"))
 
 
@@ -243,11 +234,11 @@ def _texts(value: Any, unread: set[str]) -> Iterator[str]:
                 yield from _call(call)
         elif isinstance(call := value.get("function_call"), Mapping):
             yield from _call(call)
-        if kind in _CALLS:
+        if kind in _MESSAGES["calls"]:
             yield from _call(value)
             return
-        texts = [value[name] for name in _TEXTS if value.get(name) is not None]
-        texts += [value[name] for name in _OUTPUTS if value.get(name) is not None and not texts]
+        texts = [value[name] for name in _MESSAGES["texts"] if value.get(name) is not None]
+        texts += [value[name] for name in _MESSAGES["outputs"] if value.get(name) is not None and not texts]
         if not texts and kind and "role" not in value and kind != "reasoning":
             unread.add(kind)
         for text in texts:
@@ -259,9 +250,7 @@ def _call(call: Any) -> Iterator[str]:
     inner = call.get("function") if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) else call
     if isinstance(inner, Mapping):
         yield str(inner.get("name") or "")
-        arguments = next(
-            (inner[n] for n in ("arguments", "input", "args", "parameters") if inner.get(n) is not None), ""
-        )
+        arguments = next((inner[n] for n in _MESSAGES["arguments"] if inner.get(n) is not None), "")
         yield arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     elif call is not None:
         yield str(call)
