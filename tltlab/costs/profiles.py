@@ -25,23 +25,11 @@ from .base import Seconds, Waiting
 from .evidence import FURTHER, SPECULATING, CalibratedRange, Error, Evidence, Span
 from .roofline import Constants, Ideal, RooflineCosts, prefill_token_s, rounded_max
 
-_MOE_KEYS = {
-    "experts": ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
-    "experts_per_token": (
-        "num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k",
-    ),
-    "expert_intermediate": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
-    "shared": ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts"),
-    "shared_intermediate": (
-        "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size",
-        "share_expert_dim",
-    ),
-    "every": ("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_freq", "moe_layer_interval"),
-    "from": ("first_k_dense_replace", "moe_layer_start_index"),
-}  # fmt: skip
-"""Keys of a `config.json` about experts: Qwen, DeepSeek, Kimi, GLM, Llama-4, Mixtral, MiniMax, GPT-OSS, Granite,
-Hunyuan, Ernie, Ling, OLMoE."""
-_MOE_LAYERS = ("mlp_only_layers", "moe_layers", "moe_layer_end_index", "mlp_layer_types")
+_CONFIGS: dict[str, Any] = read_json(Path(__file__).with_name("configs.json"))
+"""Of a `config.json`: keys about experts (Qwen, DeepSeek, Kimi, GLM, Llama-4, Mixtral, MiniMax, GPT-OSS, Granite,
+Hunyuan, Ernie, Ling, OLMoE), model types that normalise queries and keys, and types of quantized weights, by the method
+or, with compressed-tensors and ModelOpt, which describe the weights' numbers, by kind and bits."""
+_MOE_KEYS: dict[str, list[str]] = _CONFIGS["experts"]
 _ABOUT_EXPERTS = re.compile("expert|moe|hybrid_override_pattern", re.IGNORECASE)
 _NO_SHAPE = re.compile(
     "rout(er|ing)|aux|loss|gate|gating|scor|group|norm|scal|dtype|drop|capacity|backend|parallel|bias|jitter|hidden_act|impl"
@@ -110,7 +98,7 @@ def shape_of_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
         window=window if sliding else 0,
         window_layers=sliding,
         state_layers=sum(kind in ("linear_attention", "mamba") for kind in kinds),
-        qk_norm=str(text.get("model_type", config.get("model_type"))).startswith(_QK_NORM)
+        qk_norm=str(text.get("model_type", config.get("model_type"))).startswith(tuple(_CONFIGS["qk_norm"]))
         or bool(text.get("use_qk_norm")),
         weights=_checkpoint_type(config.get("quantization_config") or text.get("quantization_config")),
     )
@@ -131,7 +119,7 @@ def _first(text: Mapping[str, Any], *keys: str, default: int | None = None) -> i
 
 def _experts(text: Mapping[str, Any], layers: int) -> dict[str, int]:
     """Return the fields of `ModelShape` about experts, none where there are none."""
-    understood = {key for keys in _MOE_KEYS.values() for key in keys} | set(_MOE_LAYERS)
+    understood = {key for keys in _MOE_KEYS.values() for key in keys}
     about = [key for key, value in text.items() if value and _ABOUT_EXPERTS.search(key) and key not in understood]
     if strange := [key for key in about if not _NO_SHAPE.search(key.lower())]:
         raise ConfigError(
@@ -171,34 +159,21 @@ def _sparse_layers(text: Mapping[str, Any], layers: int) -> int:
     return sum((i + first) % every == 0 and start <= i <= end and i not in dense for i in range(layers))
 
 
-_QUANTIZED: dict[str, Dtype] = {
-    "fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "fp4", "nvfp4": "fp4", "awq": "int4", "gptq": "int4",
-}  # fmt: skip
-
-
-_QK_NORM = ("qwen3", "minimax_m2", "olmo2", "olmo3", "gemma3", "glm4_moe")
-"""Model types that normalise queries and keys."""
-
-
 def _checkpoint_type(quantization: Mapping[str, Any] | None) -> Dtype:
     """The type of a checkpoint's matrices by its `quantization_config`; ConfigError for one that is not known."""
     if not quantization:
         return "bf16"
-    method = str(quantization.get("quant_method", quantization.get("quant_algo", ""))).lower()
-    if method in _QUANTIZED:
-        return _QUANTIZED[method]
-    # compressed-tensors and ModelOpt describe the weights' numbers themselves.
-    for group in (quantization.get("config_groups") or {}).values():
-        numbers = group.get("weights") or {}
-        kinds: dict[tuple[str, int], Dtype] = {
-            ("float", 8): "fp8", ("int", 8): "int8", ("float", 4): "fp4", ("int", 4): "int4"
-        }  # fmt: skip
-        if (kind := kinds.get((str(numbers.get("type")), int(numbers.get("num_bits", 0))))) is not None:
-            return kind
-    algorithm = str(quantization.get("quant_algo", "")).lower()
-    if algorithm in _QUANTIZED:
-        return _QUANTIZED[algorithm]
-    raise ConfigError(f"the checkpoint's quantization {method or quantization!r} is not known: name the weights' type")
+    names = [quantization.get("quant_method", quantization.get("quant_algo", ""))]
+    groups = (quantization.get("config_groups") or {}).values()
+    names += [
+        "{type}:{num_bits}".format_map({"type": "", "num_bits": ""} | (group.get("weights") or {})) for group in groups
+    ]
+    for name in (*names, quantization.get("quant_algo", "")):
+        if (kind := _CONFIGS["quantized"].get(str(name).lower())) is not None:
+            return parse_dtype(kind)
+    raise ConfigError(
+        f"the checkpoint's quantization {str(names[0]).lower() or quantization!r} is not known: name the weights' type"
+    )
 
 
 def capped(value: _Numbers, most: float) -> _Numbers:

@@ -6,6 +6,7 @@ The JSON is for https://ui.perfetto.dev and chrome://tracing.
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -28,26 +29,8 @@ from tltlab.traces.trace import Trace
 
 _US = 1e6
 _STEPS = "RL steps"
-_ITERATION_ARGS = (
-    "iteration", "batch", "num_waiting", "context_tokens", "prefill_tokens", "drafter", "draft_depth", "top_k",
-    "tokens_to_verify", "num_drafted", "num_accepted", "num_generated",
-)  # fmt: skip
-# Kinds that meet on a lane differ in luminance, so they keep apart in grey even where they are too thin for a hatch.
-LOOKS: dict[str, tuple[str, str]] = {
-    "decode": ("#98cdf0", ""),
-    "speculative_decode": ("#1f5f99", ""),
-    "prefill": ("#d08a2a", "////"),
-    "switch": ("#111111", ""),
-    "move": ("#c0392b", "\\\\"),
-    "idle": ("#efefef", ""),
-    "spot_train": ("#8f5fa8", "\\\\\\\\"),
-    "inference": ("#b5ac45", "...."),
-    "reward": ("#3f8f6d", "xxxx"),
-    "train": ("#55261d", ""),
-    "weight_sync": ("#f2c3ae", "----"),
-    "checkpoint": ("#575757", "||||"),
-}
-_OTHER = ("#c9c9c9", "++++")
+_LOOKS = tomllib.loads(Path(__file__).with_name("looks.toml").read_text(encoding="utf-8"))
+LOOKS: dict[str, list[str]] = _LOOKS["kinds"]
 _MARK_SHARE = 0.002  # a switch takes milliseconds; it is drawn at least this wide, in shares of the picture
 _FEW_LANES = 18  # up to here every lane has its name and its idle share in figures
 
@@ -101,7 +84,7 @@ def to_perfetto(
         rows = trace.table("iterations", rl_step=step)
         for row in [] if rows is None else rows.to_dict("records"):
             start_s = shift[step] + row["t_start"]
-            args = {name: row[name] for name in _ITERATION_ARGS if not pd.isna(row[name])}
+            args = {name: row[name] for name in _LOOKS["iteration"] if not pd.isna(row[name])}
             add(f"worker {row['worker']} iterations", "iteration", start_s, start_s + row["duration"], **args)
         events += _counter(trace, step, shift[step], process)
     whole = f"{trace.manifest.name or 'trace'} ({trace.manifest.kind})"
@@ -205,7 +188,7 @@ def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> None:
             end = np.maximum(end, start + _MARK_SHARE * end_s)
         low, high = row[of_kind] - 0.42, row[of_kind] + 0.42
         corners = np.stack([start, low, start, high, end, high, end, low], axis=-1).reshape(-1, 4, 2)
-        color, hatch = LOOKS.get(kind, _OTHER)
+        color, hatch = LOOKS.get(kind, _LOOKS["other"])
         axes.add_collection(
             PolyCollection(
                 list(corners), facecolor=color, edgecolor=(1, 1, 1, 0.75), linewidth=0, hatch=hatch or None,
@@ -296,7 +279,7 @@ def _title(trace: Trace, rl_step: int | Literal["all"], title: str | None) -> st
 
 def _legend(figure: Figure, kinds: pd.Series[Any]) -> None:
     looks = {kind: look for kind, look in LOOKS.items() if (kinds == kind).any()}
-    looks |= {"other": _OTHER} if (~kinds.isin(list(LOOKS))).any() else {}
+    looks |= {"other": _LOOKS["other"]} if (~kinds.isin(list(LOOKS))).any() else {}
     patches = [
         Patch(facecolor=color, edgecolor="white" if hatch else "#888888", hatch=hatch or None,
               label=kind.replace("_", " "), linewidth=0 if hatch else 0.4)
