@@ -96,14 +96,11 @@ class Check(NamedTuple):
 CHECKS: list[Check] = []
 
 
-def check(name: str, good: str) -> Callable[[Test], Test]:
-    """Register a generator of findings as the next check."""
-
-    def register(test: Test) -> Test:
-        CHECKS.append(Check(name, good, test))
-        return test
-
-    return register
+def check(test: Test) -> Test:
+    """Register a generator of findings as the next check, by the function's name."""
+    name = test.__name__.replace("_", "-")
+    CHECKS.append(Check(name, TEXTS["good"][name], test))
+    return test
 
 
 @frozen
@@ -183,7 +180,7 @@ class Signature(NamedTuple):
 SIGNATURES = tuple(Signature(**row) for row in TEXTS["signature"])
 
 
-@check("deaths", "nothing died or was given up")
+@check
 def deaths(run: RunEvidence) -> Findings:
     """Each known cause of death of the run, or of one of its engines, and what became of its drafter."""
     need(run.events or run.logs, "the run has neither events.jsonl nor *.log files")
@@ -224,7 +221,7 @@ def _lines(run: RunEvidence) -> Iterator[_LogLine]:
             yield _LogLine(line, name, before="\n".join(lines[max(0, number - LINES_BEFORE) : number]))
 
 
-@check("interrupted", "the recording is whole")
+@check
 def interrupted(run: RunEvidence) -> Findings:
     """The recording was interrupted, or the trace was made of an interrupted recording."""
     title, notes = "The recording was interrupted", "" if run.trace is None else run.trace.manifest.notes or ""
@@ -242,7 +239,7 @@ def interrupted(run: RunEvidence) -> Findings:
         )
 
 
-@check("drafts-lose-time", "RL steps that draft are no slower per token")
+@check
 def drafts_lose_time(run: RunEvidence) -> Findings:
     """Rollouts that speculate take longer for their lengths than those that do not: speculation is net negative."""
     steps = run.steps
@@ -281,7 +278,7 @@ def _accept_lengths(run: RunEvidence) -> pd.Series:
     return 1.0 + by_step["num_accepted"] / by_step["pairs"]
 
 
-@check("acceptance-low", "drafts are kept often enough")
+@check
 def acceptance_low(run: RunEvidence) -> Findings:
     """A drafter's drafts are kept too rarely to pay for themselves at any batch."""
     judged = {str(drafter): _tokens_per_draft(rows) for drafter, rows in run.speculating.groupby("drafter")}
@@ -327,7 +324,7 @@ def _drafts(rows: pd.DataFrame) -> pd.DataFrame:
     return drafts.assign(pairs=accepted_pairs(drafts))
 
 
-@check("drafts-collapse", "drafts are kept as often as before")
+@check
 def drafts_collapse(run: RunEvidence) -> Findings:
     """Accept length falls, to one token or far down, while drafts continue."""
     rows = _drafted(run)
@@ -400,7 +397,7 @@ def _slower(run: RunEvidence, before: pd.Series, behind: pd.Series) -> tuple[flo
     return times, f"{took_s:.3g} s after {was['rollout_s'].median():.3g} s, {times:.2f} times as long per token"
 
 
-@check("switches-often", "few switches")
+@check
 def switches_often(run: RunEvidence) -> Findings:
     """Speculation is switched on and off repeatedly."""
     need(len(run.speculating), "nothing was speculated")
@@ -419,8 +416,8 @@ def switches_often(run: RunEvidence) -> Findings:
         )
 
 
-@check("drafter-never-published", "new drafter weights went into service")
-def never_published(run: RunEvidence) -> Findings:
+@check
+def drafter_never_published(run: RunEvidence) -> Findings:
     """The recipe trains a drafter, yet engines never got new weights of it."""
     need(run.setting("drafter") is not None, "the run trains no drafter")
     asked = run.setting("drafter.schedule.kind") != "never"
@@ -437,7 +434,7 @@ def never_published(run: RunEvidence) -> Findings:
         )
 
 
-@check("waits-for-training", "no rollout waits for drafter training")
+@check
 def waits_for_training(run: RunEvidence) -> Findings:
     """Rollouts end when the drafter's trainers let go, and not with their last response."""
     rows = run.training
@@ -457,7 +454,7 @@ def waits_for_training(run: RunEvidence) -> Findings:
         )
 
 
-@check("rollout-slower", "rollouts of like lengths take as long as before")
+@check
 def rollout_slower(run: RunEvidence) -> Findings:
     """Rollouts take longer for the same lengths late in the run than early, and it is not for the drafts."""
     rows = run.per_token
@@ -481,7 +478,7 @@ def rollout_slower(run: RunEvidence) -> Findings:
     )
 
 
-@check("stage-grows", "no stage grows over the run")
+@check
 def stage_grows(run: RunEvidence) -> Findings:
     """A stage takes far more of the RL step late in the run than early."""
     stages = run.stages
@@ -516,7 +513,7 @@ def stage_grows(run: RunEvidence) -> Findings:
         yield max(found, key=lambda stage: stage[0])[1]
 
 
-@check("several-turns", "responses are of one turn")
+@check
 def several_turns(run: RunEvidence) -> Findings:
     """Responses have several turns, or wait for tools: lengths and rollout times are not those of generation."""
     if run.turns is None:
@@ -530,8 +527,8 @@ def several_turns(run: RunEvidence) -> Findings:
         )
 
 
-@check("rollout-not-bottleneck", "the rollout is the bottleneck")
-def not_bottleneck(run: RunEvidence) -> Findings:
+@check
+def rollout_not_bottleneck(run: RunEvidence) -> Findings:
     """The rollout, or waiting for it, is less than half of an RL step: speeding it up cannot help much."""
     rows, part = rollout_rows(run.stages)
     need(len(rows) >= ENOUGH_STEPS, f"fewer than {ENOUGH_STEPS} RL steps have the times of their stages (steps)")
@@ -552,7 +549,7 @@ def not_bottleneck(run: RunEvidence) -> Findings:
     )
 
 
-@check("waiting-queue", "no queue and no preemption")
+@check
 def waiting_queue(run: RunEvidence) -> Findings:
     """Requests were thrown out of the KV cache and prefilled again, or wait for a place."""
     table = run.iterations
@@ -575,7 +572,7 @@ def waiting_queue(run: RunEvidence) -> Findings:
         )
 
 
-@check("slow-worker", "workers are equally fast")
+@check
 def slow_worker(run: RunEvidence) -> Findings:
     """One worker takes longer than the others for like iterations."""
     table = run.iterations
@@ -611,7 +608,7 @@ def _need_gpu(run: RunEvidence, why: str) -> None:
     need("CPU" not in str(hardware), why)
 
 
-@check("no-graph", "decoding runs in full CUDA graphs")
+@check
 def no_graph(run: RunEvidence) -> Findings:
     """On a GPU, decoding runs in piecewise CUDA graphs, or in none."""
     _need_gpu(run, "CUDA graphs exist on GPUs only")
@@ -645,7 +642,7 @@ def no_graph(run: RunEvidence) -> Findings:
     )
 
 
-@check("waits-for-host", "engines do not wait for the host between iterations")
+@check
 def waits_for_host(run: RunEvidence) -> Findings:
     """On a GPU, iterations are scheduled synchronously: the device waits while the host schedules."""
     _need_gpu(run, "vLLM schedules synchronously on a CPU")
@@ -666,7 +663,7 @@ def waits_for_host(run: RunEvidence) -> Findings:
         )
 
 
-@check("long-starved", "training sees the lengths that are generated")
+@check
 def long_starved(run: RunEvidence) -> Findings:
     """Groups dropped for their age, and surplus samples, leave training with shorter responses than were generated."""
     rows = run.steps[run.steps["length_bias"].notna()]
