@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.progress import SpotTraining
+from tltlab.report.timeline import LOOKS
 from tltlab.sim.idle_training import SimulatedSpotTrainer
-from tltlab.traces.schema import SPAN_KINDS
 
 SIMPLE = SpotTraining(
     padded_samples_per_s=4, packed=False, samples_per_update=8, sample_tokens=100, scaling_efficiency=1,
@@ -49,7 +49,7 @@ def test_training_and_its_last_checkpoint_have_own_lanes():
     # Two by 20 s with 0.44 of the third; from 21 s on one takes 1.05 s.
     assert result.trained.updates == math.floor(5 / 2.05 + 39 / 1.05)
     assert result.trained.checkpoints == 4
-    assert {s.kind for s in result.spans} <= set(SPAN_KINDS)
+    assert {s.kind for s in result.spans} <= set(LOOKS)
 
 
 def test_without_idle_time_the_drafter_ages():

@@ -238,6 +238,8 @@ def _quantiles(y: Floats, cut: Flags) -> tuple[tuple[float, float], ...]:
 
 def _drift(rows: pd.DataFrame) -> tuple[float | None, float | None]:
     """Growth of the median per RL step, and the standard error of its logarithm; None where too few have a median."""
+    from scipy.stats import linregress
+
     medians = [
         (float(r["step"].iloc[0]), _censored_quantile(r["y"].to_numpy(), r["cut"].to_numpy(), 0.5))
         for _, r in rows.groupby("step")
@@ -245,10 +247,8 @@ def _drift(rows: pd.DataFrame) -> tuple[float | None, float | None]:
     known = np.array([pair for pair in medians if pair[1] is not None], np.float64)
     if len(known) < _MIN_DRIFT_STEPS:
         return None, None
-    off, logs = (known - known.mean(axis=0)).T
-    slope = float(off @ logs / (off @ off))
-    misfit = logs - slope * off
-    return math.expm1(slope), math.sqrt(float(misfit @ misfit) / (len(known) - 2) / float(off @ off))
+    line = linregress(*known.T)
+    return math.expm1(line.slope), float(line.stderr)
 
 
 def _growth(rows: pd.DataFrame, notes: list[str]) -> float:

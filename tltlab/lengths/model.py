@@ -32,8 +32,8 @@ class ParetoTail(FrozenModel):
     tokens up, the excess has the same shape and the scale `scale + shape * by`.
 
     >>> tail = ParetoTail(scale=1000.0, shape=0.25)
-    >>> round(float(tail.excess(np.array([math.log(100)]))[0])), tail.beyond(1000.0).scale
-    (8649, 1250.0)
+    >>> round(float(tail.excess(np.array([math.log(100)]))[0]))
+    8649
     """
 
     scale: float = Field(gt=0, allow_inf_nan=False)
@@ -45,10 +45,6 @@ class ParetoTail(FrozenModel):
         if abs(self.shape) < 1e-9:
             return self.scale * rarity
         return self.scale / self.shape * np.expm1(self.shape * rarity)
-
-    def beyond(self, by: float) -> ParetoTail:
-        """The tail beyond a threshold that is `by` tokens higher."""
-        return self.model_copy(update={"scale": self.scale + self.shape * by})
 
 
 class LengthModel(StoredModel):

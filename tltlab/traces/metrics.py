@@ -243,18 +243,14 @@ def _squares(outcomes: pd.DataFrame) -> Floats:
     Responses, groups, RL steps, squares between and within groups, and squared group sizes / responses of the RL step.
     """
     outcomes = outcomes[outcomes["response_tokens"] >= 1]
-    y = np.log(outcomes["response_tokens"].to_numpy())
-    step, steps = pd.factorize(outcomes["rl_step"])
-    prompt, prompts = pd.factorize(outcomes["prompt_id"])
-    group, groups = pd.factorize(step.astype(np.int64) * len(prompts) + prompt)
-    step_of_group = groups // max(1, len(prompts))
-    in_group, in_step = np.bincount(group, minlength=len(groups)), np.bincount(step, minlength=len(steps))
-    group_mean = np.bincount(group, weights=y, minlength=len(groups)) / in_group
-    step_mean = np.bincount(step, weights=y, minlength=len(steps)) / in_step
-    between = (in_group * (group_mean - step_mean[step_of_group]) ** 2).sum()
-    within = ((y - group_mean[group]) ** 2).sum()
-    squared_sizes = (in_group**2 / in_step[step_of_group]).sum()
-    return np.array([len(y), len(groups), len(steps), between, within, squared_sizes], np.float64)
+    y = np.log(outcomes["response_tokens"].astype(np.float64))
+    of_step = y.groupby(outcomes["rl_step"])
+    of_group = y.groupby([outcomes["rl_step"], outcomes["prompt_id"]])
+    mean, sizes = of_group.transform("mean"), of_group.size()
+    between = ((mean - of_step.transform("mean")) ** 2).sum()
+    squared_sizes = (sizes**2 / of_step.size().reindex(sizes.index, level=0)).sum()
+    squares = between, ((y - mean) ** 2).sum(), squared_sizes
+    return np.array([len(y), len(sizes), of_step.ngroups, *squares], np.float64)
 
 
 def _rollouts(source: Source, busy_kinds: Sequence[str] = ()) -> Sequence[MeasuredRollout]:

@@ -53,11 +53,6 @@ error of its own, or by itself because it has trained all that it may."""
 GRAPH_KINDS = ("full", "piecewise", "eager")
 """CUDA graphs of the target's pass in an iteration: one full graph, piecewise graphs around attention, or none."""
 
-SPAN_KINDS = (
-    "prefill", "decode", "speculative_decode", "idle", "spot_train", "weight_sync", "switch", "move",
-    "inference", "reward", "train", "checkpoint",
-)  # fmt: skip
-
 UNIQUE: dict[str, tuple[str, ...]] = {
     "workload": KEY,
     "outcomes": KEY,

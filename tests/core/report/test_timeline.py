@@ -13,11 +13,11 @@ from tests.refused import refused
 from tests.traces_of_lengths import iterations, of_samples
 from tltlab.errors import TraceError
 from tltlab.lengths.generate import log_normal
-from tltlab.report.timeline import timeline, to_perfetto, write_perfetto
+from tltlab.report.timeline import LOOKS, timeline, to_perfetto, write_perfetto
 from tltlab.sim import simulate
 from tltlab.traces import metrics
 from tltlab.traces.lanes import aligned_offsets, lanes, median_step
-from tltlab.traces.schema import SPAN_KINDS, Manifest
+from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import read
 
 
@@ -98,7 +98,7 @@ def test_the_picture_has_a_lane_per_worker():
 
 
 def test_picture_is_written_and_same_each_time(tmp_path):
-    spans = [("worker 0", kind, i * 0.1, 0.1) for i, kind in enumerate((*SPAN_KINDS, "unheard_of"))]
+    spans = [("worker 0", kind, i * 0.1, 0.1) for i, kind in enumerate((*LOOKS, "unheard_of"))]
     files = [tmp_path / name / "picture.png" for name in "ab"]
     for file in files:
         timeline(recorded(2, spans=spans), out=file)
