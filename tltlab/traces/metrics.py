@@ -243,7 +243,7 @@ def _squares(outcomes: pd.DataFrame) -> Floats:
     Responses, groups, RL steps, squares between and within groups, and squared group sizes / responses of the RL step.
     """
     outcomes = outcomes[outcomes["response_tokens"] >= 1]
-    y = np.log(outcomes["response_tokens"].astype(np.float64))
+    y = outcomes["response_tokens"].astype(np.float64).apply(np.log)
     of_step = y.groupby(outcomes["rl_step"])
     of_group = y.groupby([outcomes["rl_step"], outcomes["prompt_id"]])
     mean, sizes = of_group.transform("mean"), of_group.size()
