@@ -33,6 +33,7 @@ COMES_WITH = {
     "threadpoolctl": "scikit-learn",
     "markupsafe": "jinja2",
     "pydantic_core": "pydantic",
+    "llvmlite": "numba",
 }
 WITH_WORDS_OF_THEIR_OWN = {"prometheus_client", "wandb"}
 """No extra brings these: a recipe asks for them, and `RunLog` says how to install them."""
