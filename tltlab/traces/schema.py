@@ -9,8 +9,10 @@ since the start of the run). Unknown is null, never a sentinel.
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from importlib.resources import files
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -53,66 +55,24 @@ error of its own, or by itself because it has trained all that it may."""
 GRAPH_KINDS = ("full", "piecewise", "eager")
 """CUDA graphs of the target's pass in an iteration: one full graph, piecewise graphs around attention, or none."""
 
-UNIQUE: dict[str, tuple[str, ...]] = {
-    "workload": KEY,
-    "outcomes": KEY,
-    "tokens": KEY,
-    "iterations": ("rl_step", "worker", "iteration"),
-    "decisions": ("rl_step", "worker", "iteration"),
-    "acceptance": (*KEY, "drafter", "drafter_age"),
-    "steps": ("rl_step",),
-    "spot_training": ("rl_step", "worker", "term"),
-}
+_TEXTS = tomllib.loads(files(__package__).joinpath("tables.toml").read_text(encoding="utf-8"))
+
+UNIQUE: dict[str, tuple[str, ...]] = {name: tuple(columns) for name, columns in _TEXTS["unique"].items()}
 """The columns that together name one row of a table; spans may overlap and have none."""
 
-_TYPES = {
-    "i32": pa.int32(), "i64": pa.int64(), "f32": pa.float32(), "f64": pa.float64(), "str": pa.string(),
-    "[i32]": pa.list_(pa.int32()), "[f32]": pa.list_(pa.float32()), "[u8]": pa.list_(pa.uint8()),
-}  # fmt: skip
+
+def _type(kind: str) -> pa.DataType:
+    """The type by its alias, in brackets that of a list."""
+    return pa.list_(_type(kind[1:-1])) if kind[0] == "[" else pa.type_for_alias(kind)
 
 
 def _schema(columns: str) -> pa.Schema:
-    """Columns, each `name:type`; null ("unknown") is allowed where a `?` follows."""
+    """Columns as in `tables.toml`."""
     parts = [column.partition(":") for column in columns.split()]
-    return pa.schema([pa.field(n, _TYPES[kind.rstrip("?")], nullable=kind.endswith("?")) for n, _, kind in parts])
+    return pa.schema([pa.field(n, _type(kind.rstrip("?")), nullable=kind.endswith("?")) for n, _, kind in parts])
 
 
-_KEY_COLUMNS = "rl_step:i32 prompt_id:str sample:i32 turn:i32"
-_WORKER_COLUMNS = "rl_step:i32 worker:i32"
-_STRATEGY_COLUMNS = "draft_depth:i32 top_k:i32 tokens_to_verify:i32"
-
-TABLES: dict[str, pa.Schema] = {
-    "workload": _schema(f"{_KEY_COLUMNS} epoch:i32 prompt_tokens:i32 max_response_tokens:i32 policy_version:i32"),
-    "outcomes": _schema(
-        f"{_KEY_COLUMNS} response_tokens:i32 finish_reason:str"
-        " reward:f32? worker:i32? t_submit:f64? t_first_token:f64? t_finish:f64? tool_s:f64? discarded_tokens:i32?"
-    ),
-    "tokens": _schema(f"{_KEY_COLUMNS} prompt_token_ids:[i32] token_ids:[i32] logprobs:[f32]? token_versions:[i32]?"),
-    "iterations": _schema(
-        f"{_WORKER_COLUMNS} iteration:i32 t_start:f64 duration:f64 draft_duration:f64? batch:i32 num_waiting:i32?"
-        f" context_tokens:i64 kv_tokens:i64? prefill_tokens:i32 drafter:str? {_STRATEGY_COLUMNS} num_drafted:i32"
-        " num_accepted:i32 num_generated:i32 accepted_per_request:[i32]? next_draft_depth:i32?"
-        " graph:str? graph_tokens:i32?"
-    ),
-    "decisions": _schema(
-        f"{_WORKER_COLUMNS} iteration:i32 bucket:i32? drafter:str {_STRATEGY_COLUMNS} propensity:f32 reward:f64?"
-    ),
-    "acceptance": _schema(
-        f"{_KEY_COLUMNS} drafter:str drafter_age:i32 drafter_updates:i64? max_depth:i32 accept_if_drafted:[u8]"
-    ),
-    "steps": _schema(
-        "rl_step:i32 t_start:f64 rollout_s:f64? inference_s:f64? reward_s:f64? train_s:f64? sync_s:f64? policy:str?"
-        " policy_version:i32 drafter_version:i32? drafter_age:i32? drafter_updates:i64? reward_mean:f32? drift_kl:f32?"
-        " accept_length:f32? step_s:f64? staleness:f32? off_policy_share:f32? dropped_groups:i64? length_bias:f32?"
-        " wait_s:f64? draft_rate:f32?"
-    ),
-    "spans": _schema("rl_step:i32 lane:str kind:str t_start:f64 duration:f64 batch:i32? detail:str?"),
-    "spot_training": _schema(
-        f"{_WORKER_COLUMNS} term:i64 t_start:f64 duration:f64 members:i32 setup_s:f64 train_s:f64 wait_s:f64"
-        " blocked_s:f64 yield_s:f64? updates:i32 tokens:i64 sequences:i32 checkpoints:i32 ended:str loss:f64?"
-        " accept:[f32]? detail:str?"
-    ),
-}
+TABLES: dict[str, pa.Schema] = {name: _schema(columns) for name, columns in _TEXTS["tables"].items()}
 """Arrow schema of each table; where `nullable` is false there is no null.
 
 `steps`, of the drafter in service during the rollout: `drafter_age` is RL steps since it was published,
