@@ -43,6 +43,7 @@ REASONS: dict[str, list[str]] = _TABLE["finish_reasons"]
 KINDS = {meaning: set(kinds) for meaning, kinds in _TABLE["kinds"].items()}
 """Kinds by what their fields mean in a record."""
 WRAPPERS = _TABLE["envelopes"]["lists"]
+FORMATS = _TABLE["formats"]
 
 
 @lru_cache(1 << 12)

@@ -25,22 +25,14 @@ from tltlab.errors import ConfigError, TraceError
 from tltlab.files import open_unpacked, parse_json
 
 from .rows import TABLES, ending, rows_of, whole_json
-from .step_metrics import FORMS, HINTS, KNOWN, Form, Record, plain_key
+from .step_metrics import ANY, FORMS, KNOWN, Form, Record, plain_key
 
 EVENT_FILES = "events.out.tfevents*"
 """Files of metrics that TensorBoard leaves in its own folders."""
-STEPS = (
-    "step", "global_step", "trainer/global_step", "training/global_step", "train/global_step", "rl_step", "iteration",
-    "rollout/step", "system/global_step", "system/step", "Step", "_step",
-)  # fmt: skip
-"""Fields of a JSON record that number its RL step; W&B's own `_step` may count calls of its logger."""
-
 _NUMBER = re.compile(
     r"(?:[A-Za-z][\w.]*\()?([-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d*)?(?:[eE][-+]?(?:\d{2,}|[1-9]))?)\)?"
     r"\s*([A-Za-z%][A-Za-z/%]*)?(?:\s*\([-+.\d]+%\))?"
 )
-_SCALE = {"": 1.0, "ms": 1e-3, "us": 1e-6, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "%": 0.01}
-_SCALE |= dict.fromkeys(("seconds", "tokens", "tokens/s", "tok/s", "tokens/sample", "samples", "reqs"), 1.0)
 _ITEM = re.compile(r"([A-Za-z][\w/.@-]*)\s*[=:|│]\s*([-+]?\d[\d,.]*)")
 _OF_TRAINING = re.compile(r"loss|reward|step|iter|entropy|(^|[/_.])kl($|[/_.])|len")
 _JSON_QUOTES = re.compile(r"[\"']")
@@ -169,9 +161,9 @@ def number(text: str) -> float | None:
     (0.0125, 3.0, 1024.0, None)
     """
     match = _NUMBER.fullmatch(text.strip())
-    if match is None or (match[2] or "") not in _SCALE or not any(map(str.isdigit, match[1])):
+    if match is None or (match[2] or "") not in ANY["units"] or not any(map(str.isdigit, match[1])):
         return None
-    value = float(match[1].replace(",", "")) * _SCALE[match[2] or ""]
+    value = float(match[1].replace(",", "")) * ANY["units"][match[2] or ""]
     return value if math.isfinite(value) else None
 
 
@@ -249,7 +241,7 @@ def _has_end(fields: Mapping[str, Any], last: str) -> bool:
 
 def _records_in(text: str) -> Iterator[tuple[Form, int | None, str, bool]]:
     """Records of a line: form, RL step, text of the items, and True for the last; two processes may write into one."""
-    if not any(hint in text for hint in HINTS):
+    if not any(hint in text for hint in ANY["hints"]):
         return
     form = next((form for form in FORMS if form.begins.search(text)), None)
     if form is None:
@@ -328,7 +320,7 @@ def from_fields(
         inner = value if isinstance(value, dict) else {None: value}
         for name, item in inner.items():
             flat[str(key) if name is None else str(name) if key == "data" else f"{key}/{name}"] = item
-    numbers = (number(str(flat.get(name))) for name in STEPS)
+    numbers = (number(str(flat.get(name))) for name in ANY["steps"])
     steps = [step for step in numbers if step is not None and abs(step) < 2**53]
     for record in _record(rl_step if rl_step is not None else int(steps[0]) if steps else None, place, flat):
         if "_step" in fields and all(key.startswith("profiling/") for key in record.values):

@@ -21,7 +21,7 @@ from tltlab.traces.schema import MANIFEST_FILE, Manifest
 from tltlab.traces.trace import Trace, check_source, is_trace, locate, report
 from tltlab.traces.trace import read as read_folder
 
-from .fields import ENVELOPES, KINDS, is_list, is_missing, kind_of, matches, parsed, plain
+from .fields import ENVELOPES, FORMATS, KINDS, is_list, is_missing, kind_of, matches, parsed, plain
 from .metrics_log import from_fields, is_metrics_log, metrics_files, records_of, refuse_wandb, unknown_log
 from .responses import Reader, group_size_of, tables_of_responses
 from .rows import (
@@ -45,12 +45,7 @@ from .token_counts import CharsPerToken, NoTokenCounter
 
 Format = Literal["verl", "trl", "vllm", "csv", "metrics"]
 
-_CALLED = {"verl": "verl rollout dump", "trl": "TRL completions", "vllm": "requests", "metrics": "log of metrics"}
-_NEEDS = {"verl": ("rl_step", "reward"), "trl": ("rl_step", "reward"), "vllm": ("prompt_tokens",)}
-"""By format: what all of its records have."""
 _NO_REWARD = {"advantage", "advantages"}
-_BINARY = (".pt", ".pth", ".pkl", ".pickle", ".npy", ".npz", ".safetensors", ".arrow", ".feather", ".msgpack", ".xlsx",
-           ".xls", ".h5", ".avro", ".orc", ".tar", ".7z")  # fmt: skip
 _SNIFFED = 64
 """Records by which a format is known."""
 _NAMED = 'give one list of all lengths, or objects that name them, such as {"rl_step": 1, "response_lengths": [5, 9]}'
@@ -101,7 +96,8 @@ def imported(
         tables, assumed = tables_of_steps(steps, str(path), reading, notes)
         trace = _trace(path.resolve().name, form, tables, [*notes, *assumed], workers)
         return Imported.whole(_with_drafting(trace, reading))
-    reader = Reader(replace(reading, needs=_NEEDS.get(form, ()) if is_given or form in ("verl", "trl") else ()))
+    needs = FORMATS["needs"].get(form, ()) if is_given or form in ("verl", "trl") else ()
+    reader = Reader(replace(reading, needs=tuple(needs)))
     frames = []
     try:
         for records in _records(source, form, reader):
@@ -154,7 +150,7 @@ def _trace(
     cap = int(tables["workload"]["max_response_tokens"].max())
     size = group_size_of(tables["workload"])
     manifest = Manifest(
-        kind="imported", name=name.split(".")[0], source=f"{_CALLED[form]} {name}" if form in _CALLED else name,
+        kind="imported", name=name.split(".")[0], source=f"{FORMATS['called'].get(form, '')} {name}".lstrip(),
         max_response_tokens=cap, group_size=size if form != "csv" or size != 1 else group_size,
         notes="; ".join(notes) or None, num_workers=workers,
     )  # fmt: skip
@@ -286,7 +282,7 @@ def guess(path: Path, reading: Reading | None = None) -> Format:
             f"{path}: neither <step>.jsonl (verl) nor completions_<step>.parquet (TRL) nor events of TensorBoard in it"
         )
     refuse_wandb(path)
-    if ending(path) in _BINARY:
+    if ending(path) in FORMATS["binary"]:
         raise TraceError(f"{path}: {ending(path)} is not read: write its records as JSON Lines, CSV or Parquet")
     if ending(path) in TABLES:
         frame = table_of(path, _SNIFFED)

@@ -92,8 +92,8 @@ FORMS = (
     *entries(Form, _TABLE["any"]["lines"], "frameworks.toml, any"),
 )
 """How lines of metrics begin and are written: those of frameworks, then any."""
-HINTS = tuple(_TABLE["any"]["hints"])
-"""A line without any of these is none of metrics."""
+ANY: dict[str, Any] = _TABLE["any"]
+"""What does not depend on the framework."""
 KNOWN = ", ".join(dict.fromkeys(framework.name.split(",")[0] for framework in FRAMEWORKS))
 """The frameworks' names, as messages list them."""
 
