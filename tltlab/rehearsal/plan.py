@@ -27,9 +27,9 @@ from tltlab.traces.trace import Trace
 
 from .settings import RehearsalConfig
 
-TINY = ModelShape(
-    name="tiny-shape", hidden=128, intermediate=256, layers=2, heads=4, kv_heads=2, head_dim=32, vocab=1024
-)
+_SHAPES = read_json(Path(__file__).with_name("shapes.json"))
+"""What does not depend on the shape in the config.json of a Qwen model, and "tiny"."""
+TINY = ModelShape(**_SHAPES["tiny"])
 _MEMORY_SHARE = 0.9
 _LARGE_BATCH = 1 << 20
 _FP32_OVER_BF16 = 2
@@ -160,12 +160,11 @@ def shape_of(model: str) -> tuple[ModelShape, dict[str, Any]]:
     if shape.experts or shape.latent or shape.window_layers or shape.state_layers:
         raise ConfigError(f"--model {model}: give its config.json, since it is more than layers that are all alike")
     architecture, kind = ("Qwen3ForCausalLM", "qwen3") if shape.qk_norm else ("Qwen2ForCausalLM", "qwen2")
-    return shape, {
-        "architectures": [architecture], "model_type": kind, "torch_dtype": "bfloat16", "hidden_act": "silu",
+    return shape, _SHAPES["config"] | {
+        "architectures": [architecture], "model_type": kind,
         "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab, "tie_word_embeddings": shape.tied_embeddings, "rope_theta": 1e6,
-        "max_position_embeddings": 1 << 17, "rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2,
+        "vocab_size": shape.vocab, "tie_word_embeddings": shape.tied_embeddings,
     }  # fmt: skip
 
 
