@@ -233,9 +233,7 @@ class RecordedRun:
         rows = self._rows.where(self.of(rl_steps))
         if not len(rows):
             raise ConfigError("there are no iterations to calibrate on")
-        costs = linear.fit(rows, recorded=True).costs
-        assert isinstance(costs, LinearCosts)
-        return costs
+        return linear.fit(rows, recorded=True)
 
     def timed(self, costs: LinearCosts, rl_steps: Collection[int]) -> pd.DataFrame:
         """Iterations of some RL steps with their `predicted` seconds."""

@@ -67,8 +67,6 @@ def fit_of(kind: str, hardware: Hardware | None, *, recorded: bool) -> Fit:
 
     `hardware` gives a table of measured iterations its shape between the knots.
     """
-    if kind == "roofline":
-        raise ConfigError("--kind roofline was removed: a table's --gpu, --model and --tp give it a roofline's shape")
     if kind not in KINDS:
         raise ConfigError(f"unknown kind of costs {kind!r}: there are {', '.join(KINDS)}")
     if kind == "table" and recorded:
@@ -123,7 +121,8 @@ def _fitted(
     """The fit to these rows, each of `masks` left out in turn, and the rows' seconds by it; more `notes` are added."""
     fit = fit_of(kind, hardware, recorded=recorded)
     rows, scheduling = _scheduled_alike(rows, engine)
-    fitted = fit(rows)
+    costs = fit(rows)
+    predicted_s = costs.identified_s(rows)
     held_out = _held_out(fit, rows, masks, notes)
     known = held_out.dropna(subset=["predicted_s"])
     if recorded:
@@ -134,14 +133,12 @@ def _fitted(
     evidence = _evidence(engine, rows, fold, errors)
     found = CostFit(
         kind=kind,
-        costs=fitted.costs.model_copy(
-            update={"notes": (*fitted.costs.notes, *notes), "evidence": evidence, **scheduling}
-        ),
-        residuals=residuals(rows, fitted.predicted_s),
-        sums=worker_sums(seconds_of(rows, fitted.predicted_s)[: None if recorded else 0]),
+        costs=costs.model_copy(update={"notes": (*costs.notes, *notes), "evidence": evidence, **scheduling}),
+        residuals=residuals(rows, predicted_s),
+        sums=worker_sums(seconds_of(rows, predicted_s)[: None if recorded else 0]),
         cross_validation=held_out_errors(held_out),
     )
-    return found, fitted.predicted_s
+    return found, predicted_s
 
 
 def _scheduled_alike(rows: Iterations, source: str) -> tuple[Iterations, dict[str, Any]]:
@@ -186,7 +183,7 @@ def _held_out(fit: Fit, rows: Iterations, parts: Mapping[str, Flags], notes: lis
     for name, out in parts.items():
         test = rows.where(out)
         try:
-            predicted = fit(rows.where(~out)).costs.predict(test)
+            predicted = fit(rows.where(~out)).predict(test)
         except ConfigError as error:
             notes.append(f"{name} left out: not predicted, {error}")
             predicted = np.full(len(test), np.nan)

@@ -148,6 +148,23 @@ class CostModel(Coefficients, StoredModel, ABC):
             seconds.append(decoding_s + (self.prefill_s(prefill) if prefill else 0.0))
         return np.array(seconds, np.float64)
 
+    def identified_s(self, rows: Iterations) -> Floats:
+        """The same for the rows of a fit: a term that they do not identify stands for nothing."""
+        return self.predict(rows)
+
+
+class DraftingCosts(CostModel):
+    """Costs with terms of drafting and of prompt tokens; None is a term that the data did not identify."""
+
+    sd_base_s: Seconds | None = None
+    sd_idle_s: Seconds | None = None
+    draft_level_s: Seconds | None = None
+    draft_level_per_request_s: Seconds | None = None
+    prefill_per_token_s: Seconds | None = None
+
+    def prefill_s(self, tokens: float) -> float:
+        return self.need("prefill_per_token_s") * tokens
+
 
 class IterationCost(ABC):
     """Seconds of one iteration under one strategy: at each batch size linear in the context.
@@ -194,14 +211,16 @@ def padded(tokens: float, graph_sizes: tuple[int, ...]) -> float:
 
 
 @frozen
-class Fitted:
-    """A cost model fitted to iterations, and the seconds of these by it.
+class DraftingIteration(IterationCost):
+    """An iteration whose drafting is linear in the batch."""
 
-    A term that the iterations do not identify stands for nothing in `predicted_s`.
-    """
+    draft_fixed_s: float
+    draft_per_request_s: float
+    tokens_to_verify: float
+    graph_sizes: tuple[int, ...] = ()
 
-    costs: CostModel
-    predicted_s: Floats
+    def draft_s(self, batch: int) -> float:
+        return self.draft_fixed_s + self.draft_per_request_s * batch
 
 
-Fit = Callable[["Iterations"], Fitted]
+Fit = Callable[["Iterations"], CostModel]

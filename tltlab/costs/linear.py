@@ -12,7 +12,7 @@ from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
-from .base import CostModel, Fitted, IterationCost, Seconds, padded
+from .base import DraftingCosts, DraftingIteration, Seconds, padded
 from .samples import Iterations, band, non_negative, robust_fit
 
 FAR_TOKENS = 128
@@ -23,7 +23,7 @@ _ENOUGH_FAR = 200
 LEVELS = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
 
 
-class LinearCosts(CostModel):
+class LinearCosts(DraftingCosts):
     """The linear cost model as it stands in a file; None is a term that the data did not identify.
 
     One iteration with b requests whose contexts sum to S tokens, v tokens to verify per request and draft depth d takes
@@ -46,12 +46,7 @@ class LinearCosts(CostModel):
     per_token_s: Seconds | None = None
     far_token_s: Seconds | None = None
     per_context_s: Seconds | None = None
-    sd_base_s: Seconds | None = None
-    sd_idle_s: Seconds | None = None
-    draft_level_s: Seconds | None = None
-    draft_level_per_request_s: Seconds | None = None
     draft_per_request_s: Seconds = 0.0
-    prefill_per_token_s: Seconds | None = None
 
     def iteration(
         self,
@@ -82,9 +77,6 @@ class LinearCosts(CostModel):
             graph_sizes=self.graph_sizes or (),
         )
 
-    def prefill_s(self, tokens: float) -> float:
-        return self.need("prefill_per_token_s") * tokens
-
     def predict(self, rows: Iterations) -> Floats:
         if rows.spec.any():
             self.need("sd_base_s")
@@ -93,14 +85,14 @@ class LinearCosts(CostModel):
         return self.identified_s(rows)
 
     def identified_s(self, rows: Iterations) -> Floats:
-        """Seconds of each row, drafting in the row that did it; terms that are None stand for nothing here."""
+        """As in the base; drafting counts in the row that did it."""
         columns = _verification(rows, far=self.far_token_s is not None) | _drafting(rows)
         columns["sd_idle_s"] = (rows.loaded & ~rows.spec).astype(np.float64)
         return np.asarray(sum((getattr(self, name) or 0.0) * x for name, x in columns.items()), np.float64)
 
 
 @frozen
-class LinearIteration(IterationCost):
+class LinearIteration(DraftingIteration):
     """Seconds of one iteration under one strategy, linear in batch, tokens and context.
 
     >>> LinearCosts(base_s=4e-3, per_request_s=1e-3, per_context_s=0.0).iteration(NO_SPECULATION).seconds(2, 100)
@@ -112,10 +104,6 @@ class LinearIteration(IterationCost):
     per_token_s: float
     far_token_s: float
     per_context_s: float
-    draft_fixed_s: float
-    draft_per_request_s: float
-    tokens_to_verify: float
-    graph_sizes: tuple[int, ...] = ()
 
     def without_context_s(self, batch: int) -> float:
         tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
@@ -125,16 +113,12 @@ class LinearIteration(IterationCost):
     def context_slope_s(self, batch: int) -> float:
         return self.per_context_s
 
-    def draft_s(self, batch: int) -> float:
-        return self.draft_fixed_s + self.draft_per_request_s * batch
 
-
-def fit(rows: Iterations, *, recorded: bool) -> Fitted:
+def fit(rows: Iterations, *, recorded: bool) -> LinearCosts:
     """Linear costs: robust to outliers for `recorded` rows, which have drafting apart, else by relative errors."""
     notes: list[str] = []
     terms = _recorded(rows, notes) if recorded else _measured(rows, notes)
-    costs = LinearCosts.model_validate(terms | {"notes": tuple(notes), "calibrated": rows.covered})
-    return Fitted(costs=costs, predicted_s=costs.identified_s(rows))
+    return LinearCosts.model_validate(terms | {"notes": tuple(notes), "calibrated": rows.covered})
 
 
 def _recorded(rows: Iterations, notes: list[str]) -> dict[str, Any]:

@@ -326,26 +326,20 @@ class Profiles(FrozenModel):
             + e.quantised_kv_layer_s * fewer_kv
             + e.expert_layer_s * model.expert_layers / model.layers
         )
-        return Constants(
-            memory_efficiency=capped(on.memory * e.memory * products.memory, MOST_EFFICIENT),
-            compute_efficiency=capped(on.compute * products.compute, MOST_EFFICIENT),
-            kv_efficiency=capped(on.kv * (on.quantised_kv if fewer_kv else 1.0), MOST_EFFICIENT),
-            link_efficiency=capped(on.link, MOST_EFFICIENT),
-            prefill_efficiency=e.prefill_efficiency,
-            expert_efficiency=capped(e.expert_efficiency, MOST_OF_EXPERTS),
-            expert_spread=capped(e.expert_spread, 1.0),
-            knee=self.knee,
-            step_s=e.step_s,
-            layer_s=per_layer * on.launch,
-            allreduce_s=e.allreduce_s,
-            per_request_s=e.per_request_s,
-            sd_base_s=e.sd_base_s + (on.sd_quantised_kv_s if fewer_kv else 0.0),
-            sd_idle_s=0.0,
-            draft_level_s=e.draft_level_s,
-            draft_level_per_request_s=e.draft_level_per_request_s,
-            tree_s=e.tree_s,
-            verify_token_s=e.verify_token_s,
-        )
+        # Terms of the same name are the engine's own.
+        terms = e.model_dump(include=set(Constants.model_fields)) | {
+            "memory_efficiency": capped(on.memory * e.memory * products.memory, MOST_EFFICIENT),
+            "compute_efficiency": capped(on.compute * products.compute, MOST_EFFICIENT),
+            "kv_efficiency": capped(on.kv * (on.quantised_kv if fewer_kv else 1.0), MOST_EFFICIENT),
+            "link_efficiency": capped(on.link, MOST_EFFICIENT),
+            "expert_efficiency": capped(e.expert_efficiency, MOST_OF_EXPERTS),
+            "expert_spread": capped(e.expert_spread, 1.0),
+            "knee": self.knee,
+            "layer_s": per_layer * on.launch,
+            "sd_base_s": e.sd_base_s + (on.sd_quantised_kv_s if fewer_kv else 0.0),
+            "sd_idle_s": 0.0,
+        }
+        return Constants.model_validate(terms)
 
 
 def _own(own: Bound, every: Bound, left_out: Bound) -> Bound:

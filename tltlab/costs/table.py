@@ -24,7 +24,7 @@ from tltlab.hardware import Positive, gpu, model
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
-from .base import CostModel, Fitted, IterationCost, Seconds, padded
+from .base import DraftingCosts, DraftingIteration, Seconds, padded
 from .evidence import CalibratedRange
 from .linear import measured_drafting
 from .roofline import Hardware, rounded_max
@@ -75,7 +75,7 @@ class IdealForward:
         return rounded_max(self.memory_s, self.compute_s * tokens, KNEE)
 
 
-class TableCosts(CostModel):
+class TableCosts(DraftingCosts):
     """Measured seconds at knots. b requests, v tokens to verify each, contexts summing to S, draft depth d take
 
         forward(b*v) + fixed(b) + per_context(b)*S + base_s + per_request_s*b
@@ -101,12 +101,7 @@ class TableCosts(CostModel):
     roofline: Hardware | None = None
     base_s: Seconds = 0.0
     per_request_s: Seconds = 0.0
-    sd_base_s: Seconds | None = None
-    sd_idle_s: Seconds | None = None
-    draft_level_s: Seconds | None = None
-    draft_level_per_request_s: Seconds | None = None
     network_levels: bool = False
-    prefill_per_token_s: Seconds | None = None
 
     @field_validator("forward")
     @classmethod
@@ -171,9 +166,6 @@ class TableCosts(CostModel):
             graph_sizes=self.graph_sizes or (),
         )
 
-    def prefill_s(self, tokens: float) -> float:
-        return self.need("prefill_per_token_s") * tokens
-
     def _forward(self) -> Curve:
         tokens, seconds = [k.tokens for k in self.forward], [k.seconds for k in self.forward]
         if self.roofline is None:
@@ -225,7 +217,7 @@ Curve = Polyline | Utilisation
 
 
 @frozen
-class TableIteration(IterationCost):
+class TableIteration(DraftingIteration):
     """Seconds of one iteration under one strategy, read from the table."""
 
     fixed_s: float
@@ -233,10 +225,6 @@ class TableIteration(IterationCost):
     forward: Curve
     attention_fixed: Curve
     attention_context: Curve
-    draft_fixed_s: float
-    draft_per_request_s: float
-    tokens_to_verify: float
-    graph_sizes: tuple[int, ...] = ()
 
     def added_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
         """By the forward's curve where a roofline shapes it: a line through knots does not extrapolate so far."""
@@ -254,9 +242,6 @@ class TableIteration(IterationCost):
 
     def context_slope_s(self, batch: int) -> float:
         return self.attention_context.at(batch) / batch
-
-    def draft_s(self, batch: int) -> float:
-        return self.draft_fixed_s + self.draft_per_request_s * batch
 
 
 def _line(xs: list[float] | list[int], ys: list[float]) -> Polyline:
@@ -286,7 +271,7 @@ def _running_maximum(axis: str, at: list[float], name: str, values: list[float])
     return monotone
 
 
-def fit(rows: Iterations, hardware: Hardware | None = None) -> Fitted:
+def fit(rows: Iterations, hardware: Hardware | None = None) -> TableCosts:
     """A table of measured iterations, to which a roofline may give its shape between the knots.
 
     Iterations that prefilled nothing have one non-negative least-squares fit of relative errors, in which times can
@@ -303,8 +288,7 @@ def fit(rows: Iterations, hardware: Hardware | None = None) -> Fitted:
         update: dict[str, Any] = {"prefill_per_token_s": each_s}
     else:
         update = {"notes": (*costs.notes, "no iteration prefilled: prefill_per_token_s is null")}
-    costs = costs.model_copy(update=update)
-    return Fitted(costs=costs, predicted_s=costs.predict(rows))
+    return costs.model_copy(update=update)
 
 
 def _decoding(rows: Iterations, hardware: Hardware | None) -> TableCosts:

@@ -184,8 +184,8 @@ def test_noise_that_falls_is_smoothed_in_a_table():
     points = points.assign(noisy=points["seconds"] * np.random.default_rng(0).lognormal(0.0, 0.05, len(points)))
     rows = measured_rows(checked(points.assign(seconds=points["noisy"])))
     found = table.fit(rows)
-    assert all(a.seconds <= b.seconds for a, b in pairwise(found.costs.forward))
-    smooth, raw = ((times / points["seconds"] - 1).abs().mean() for times in (found.predicted_s, points["noisy"]))
+    assert all(a.seconds <= b.seconds for a, b in pairwise(found.forward))
+    smooth, raw = ((times / points["seconds"] - 1).abs().mean() for times in (found.predict(rows), points["noisy"]))
     assert smooth < 0.7 * raw
 
 
