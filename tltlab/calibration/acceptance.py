@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pandas as pd
 
@@ -10,7 +12,6 @@ from tltlab.acceptance.freshness import FreshAcceptance, drafter_states, fit_fre
 from tltlab.acceptance.measured import BatchBand, FittedDepth, MeasuredAcceptance, fit_acceptance
 from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError
-from tltlab.records import frozen
 from tltlab.traces.drafts import recorded_drafts, walked_drafts
 from tltlab.traces.trace import Trace
 
@@ -19,8 +20,7 @@ Model = MeasuredAcceptance | SiblingAcceptance | FreshAcceptance
 _ASSUMPTION = 'state an assumption: a file {"kind": "fresh", "base": MODEL, "drafter": NAME, "freshness": {...}}'
 
 
-@frozen
-class AcceptanceFit:
+class AcceptanceFit(NamedTuple):
     """A model, None where nothing was drafted; `notes` names the source of the data and what was left out."""
 
     model: Model | None
@@ -45,7 +45,7 @@ def _by_batch(trace: Trace) -> AcceptanceFit:
     if table is None or not (table["draft_depth"] > 0).any():
         if trace.acceptance is None or trace.acceptance.empty:
             note = "nothing was speculated, so there is no acceptance to fit"
-            return AcceptanceFit(model=None, notes=(note,))
+            return AcceptanceFit(None, (note,))
         note = "acceptance: walked along acceptance.parquet, which knows no batch: one band for all of them"
         # The drafts of each drafter at the depth to which all of its rows go.
         each = trace.acceptance.groupby("drafter")
@@ -53,9 +53,9 @@ def _by_batch(trace: Trace) -> AcceptanceFit:
         if drafts.empty:
             place = trace.path or "the trace"
             raise ConfigError(f"{place} has no drafts to fit to: its acceptance.parquet has no position")
-        return AcceptanceFit(model=_pool(drafts, trace.drafters), notes=(note,))
+        return AcceptanceFit(_pool(drafts, trace.drafters), (note,))
     measured, notes = fit_acceptance(table, trace.drafters)
-    return AcceptanceFit(model=measured, notes=tuple(notes))
+    return AcceptanceFit(measured, tuple(notes))
 
 
 def _siblings(trace: Trace) -> AcceptanceFit:
@@ -75,7 +75,7 @@ def _siblings(trace: Trace) -> AcceptanceFit:
         reach=rows["reach"].to_numpy(np.int64),
         accepted=rows["accepted"].to_numpy(np.int64),
     )
-    return AcceptanceFit(model=model, notes=tuple(notes))
+    return AcceptanceFit(model, tuple(notes))
 
 
 def _fresh(trace: Trace) -> AcceptanceFit:
@@ -111,7 +111,7 @@ def _fresh(trace: Trace) -> AcceptanceFit:
         measured=measured_state(freshness, *(column.to_numpy(np.float64) for column in states_of)),
         notes=notes,
     )
-    return AcceptanceFit(model=model, notes=notes)
+    return AcceptanceFit(model, notes)
 
 
 def _pool(drafts: pd.DataFrame, drafters: Drafters) -> MeasuredAcceptance:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -95,12 +96,11 @@ def fit_stages(trace: Trace) -> StageFit:
         raise TraceError(
             f"{trace.path or 'the trace'}: no stage of an RL step has a time in steps.parquet; a recorded run has"
         )
-    inference, reward, train, sync = (models[stage][0] if stage in models else None for stage in STAGES)
+    terms: dict[str, Any] = {stage: models[stage][0] if stage in models else None for stage in STAGES}
+    if terms["train_s"] is not None:
+        terms["train_s"]["trains"] = trains
     costs = StageCosts(
-        inference=None if inference is None else InferenceCosts(**inference),
-        reward=None if reward is None else RewardCosts(when="after", **reward),
-        train=None if train is None else TrainCosts(trains=trains, **train),
-        sync=None if sync is None else SyncCosts(**sync),
+        **{stage.removesuffix("_s"): of_stage for stage, of_stage in terms.items()},
         provenance=f"fitted to {len(works)} RL steps of {trace.manifest.name or trace.path or 'a trace'}"
         + (f" on {trace.manifest.hardware}" if trace.manifest.hardware else ""),
     )

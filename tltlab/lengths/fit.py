@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ _MIN_FINISHED = 10
 _MIN_PEAKS = 50
 _MIN_DRIFT_STEPS = 5
 _SIGNIFICANT = 3.0
-_NORMAL = NormalDist()
 
 
 def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthModel:
@@ -219,17 +217,19 @@ def _tail_note(tail: ParetoTail | None, last: tuple[float, float], cap_mass: flo
 
 def _quantiles(y: Floats, cut: Flags) -> tuple[tuple[float, float], ...]:
     """Quantiles of log lengths, at the levels that have a few responses beyond, and at the share that is cut."""
+    from scipy.special import ndtri
+
     values, middles, end = _survival(y, cut)
-    scores = np.array([_NORMAL.inv_cdf(p) for p in middles])
+    scores = ndtri(middles)
     least = _MIN_BEYOND / len(y)
     levels = [p for p in LEVELS if least <= p <= 1 - least and middles[0] <= p <= middles[-1]]
     last = []
     if cut.any() and end < 1 and (bound := float(y[cut].max())) >= values[-1]:
-        levels = [p for p in levels if p < end and _NORMAL.inv_cdf(end) - _NORMAL.inv_cdf(p) > 0.15]
+        levels = [p for p in levels if p < end and ndtri(end) - ndtri(p) > 0.15]
         last = [(end, bound)]
     if len(levels) + len(last) < 2:
         levels = [float(middles[0]), float(middles[-1])]
-    logs = np.interp([_NORMAL.inv_cdf(p) for p in levels], scores, values)
+    logs = np.interp(ndtri(levels), scores, values)
     pairs = [*zip(levels, logs.tolist(), strict=True), *last]
     if pairs[0][0] >= pairs[-1][0]:
         pairs = [(0.25, pairs[0][1]), (0.75, pairs[0][1])]
