@@ -367,11 +367,10 @@ class Auditor:
         self._round = self.num_drafted = self.num_accepted = 0
         self.before, self.after = ExactModel(models.target), ExactModel(models.updated)
         self.weights = [load_file(folder / "model.safetensors") for folder in (models.target, models.updated)]
-        drawn = [
+        self.history = [
             sample(self.before.model, [prompt] * 32, temperature=1.0, max_tokens=RESPONSE_TOKENS, seed=seed + number)
             for number, prompt in enumerate(PROMPTS)
         ]
-        self.history = [[response.token_ids for response in responses] for responses in drawn]
 
     def run(self, case: AuditCase, policy: Policy) -> dict[str, Any]:
         """Sample `case` under `policy` and judge it; return one row of the report."""

@@ -9,28 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from tltlab.records import frozen
 from tltlab.runtime.rollout.rewards import load_reward
 from tltlab.stats import intraclass_correlation
 
 from .tasks import TaskProblem
 
 
-@frozen
-class Sampled:
-    """One response. `token_ids` ends in eos unless it was `clipped`."""
-
-    token_ids: list[int]
-    clipped: bool
-
-
 @torch.inference_mode()
 def sample(
     model: Any, prompts: Sequence[Sequence[int]], *, temperature: float, max_tokens: int, seed: int
-) -> list[Sampled]:
+) -> list[list[int]]:
     """Sample one response per prompt, all at once: each token costs one pass over the responses still running.
 
-    `prompts` are token ids.
+    Prompts and responses are token ids; a response that was not clipped ends in eos.
     """
     eos, pad = model.config.eos_token_id, model.config.pad_token_id
     generator = torch.Generator().manual_seed(seed)
@@ -63,7 +54,7 @@ def sample(
             running, ids, mask, positions = running[going], ids[going], mask[going], positions[going]
         positions = positions[:, -1:] + 1
         mask = torch.cat([mask, torch.ones((len(mask), 1), dtype=mask.dtype)], dim=1)
-    return [Sampled(token_ids=ids, clipped=ids[-1] != eos) for ids in tokens]
+    return tokens
 
 
 def measure(
@@ -87,9 +78,9 @@ def measure(
     copies = [problem for problem in problems for _ in range(samples_per_prompt)]
     prompts = [tokenizer(problem.prompt)["input_ids"] for problem in copies]
     responses = sample(model, prompts, temperature=temperature, max_tokens=max_tokens, seed=seed)
-    texts = [tokenizer.decode(response.token_ids, skip_special_tokens=True) for response in responses]
+    texts = [tokenizer.decode(response, skip_special_tokens=True) for response in responses]
     rewards = [check(p.prompt, text, p.answer) for p, text in zip(copies, texts, strict=True)]
-    lengths = np.array([len(response.token_ids) for response in responses])
+    lengths = np.array(list(map(len, responses)))
     percentiles = {f"length_p{q}": float(np.percentile(lengths, q)) for q in (50, 90, 95, 99)}
     share = prompt_share(np.log(lengths).reshape(len(problems), samples_per_prompt))
     figures = {
@@ -100,7 +91,7 @@ def measure(
         "length_p95_over_p50": percentiles["length_p95"] / percentiles["length_p50"],
         "length_share_prompt": share,
         "length_share_within": 1 - share,
-        "clipped_share": float(np.mean([r.clipped for r in responses])),
+        "clipped_share": float(np.mean([response[-1] != model.config.eos_token_id for response in responses])),
     }
     return {name: round(value, 4) for name, value in figures.items()} | {
         "temperature": temperature,

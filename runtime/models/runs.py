@@ -80,9 +80,9 @@ def sample_texts(target: Any, prompts: Sequence[Prompt], *, max_tokens: int, see
         target, [prompt.token_ids for prompt in prompts], temperature=1.0, max_tokens=max_tokens, seed=seed
     )
     return [
-        PromptedText(prompt_token_ids=prompt.token_ids, token_ids=response.token_ids)
+        PromptedText(prompt_token_ids=prompt.token_ids, token_ids=response)
         for prompt, response in zip(prompts, responses, strict=True)
-        if len(response.token_ids) > 1
+        if len(response) > 1
     ]
 
 

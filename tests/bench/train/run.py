@@ -350,7 +350,7 @@ def heldout_reward(model: Path, setting: GrpoJob, count: int) -> float:
     token_ids, cap = [prompt.token_ids for prompt in prompts], setting.max_response_tokens
     responses = sample(policy, token_ids, temperature=1.0, max_tokens=cap, seed=0)
     rewards = [
-        reward(prompt.text, tokenizer.decode(response.token_ids, skip_special_tokens=True), prompt.answer)
+        reward(prompt.text, tokenizer.decode(response, skip_special_tokens=True), prompt.answer)
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     return float(np.mean(rewards))
