@@ -24,6 +24,8 @@ from .dispatch import Seconds, predicted_long, rank_groups, split_pools
 
 Key = tuple[int, str, int, int]
 Queues = list[list[int]]
+Lengths = Mapping[str, Sequence[int]]
+"""Response lengths of earlier RL steps by prompt id, in tokens, the oldest first."""
 LONG_SHARE = 0.2
 """Share of the prompts that StreamRL takes for long (arXiv 2504.15930)."""
 
@@ -34,6 +36,9 @@ class PlacedRequest(NamedTuple):
     key: Key
     prompt_tokens: int
     max_response_tokens: int
+
+
+PlacedRequests = Sequence[PlacedRequest]
 
 
 class Placement(ABC):
@@ -50,19 +55,17 @@ class Placement(ABC):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     @abstractmethod
-    def place(
-        self, workload: Sequence[PlacedRequest], workers: int, history: Mapping[str, Sequence[int]]
-    ) -> Sequence[Sequence[int]]:
+    def place(self, workload: PlacedRequests, workers: int, history: Lengths) -> Sequence[Sequence[int]]:
         """Return the queue of each worker: indices into `workload`, each in one queue, in the order they begin.
 
-        `history` has the response lengths, in tokens, of earlier RL steps by prompt id, the oldest first.
+        `history` has the response lengths of earlier RL steps.
         """
 
 
 class Contiguous(Placement):
     """Request i of N goes to worker i * W // N: the static split of data-parallel engines."""
 
-    def place(self, workload: Sequence[PlacedRequest], workers: int, history: Mapping[str, Sequence[int]]) -> Queues:
+    def place(self, workload: PlacedRequests, workers: int, history: Lengths) -> Queues:
         num = len(workload)
         return collect([i * workers // num for i in range(num)], workers)
 
@@ -70,14 +73,14 @@ class Contiguous(Placement):
 class RoundRobin(Placement):
     """Request i goes to worker i % W."""
 
-    def place(self, workload: Sequence[PlacedRequest], workers: int, history: Mapping[str, Sequence[int]]) -> Queues:
+    def place(self, workload: PlacedRequests, workers: int, history: Lengths) -> Queues:
         return collect([i % workers for i in range(len(workload))], workers)
 
 
 class LeastLoaded(Placement):
     """Each request goes where the fewest tokens were placed so far, prompt and cap counted. Ties: the lower worker."""
 
-    def place(self, workload: Sequence[PlacedRequest], workers: int, history: Mapping[str, Sequence[int]]) -> Queues:
+    def place(self, workload: PlacedRequests, workers: int, history: Lengths) -> Queues:
         loads = [request.prompt_tokens + request.max_response_tokens for request in workload]
         return assign_least_loaded(range(len(workload)), loads, workers)
 
@@ -112,7 +115,7 @@ class ByExpectedLength(Placement):
     def __init__(self, costs: CostModel | None = None) -> None:
         self._token_s = token_seconds(costs)
 
-    def place(self, workload: Sequence[PlacedRequest], workers: int, history: Mapping[str, Sequence[int]]) -> Queues:
+    def place(self, workload: PlacedRequests, workers: int, history: Lengths) -> Queues:
         names = [request.key[1] for request in workload]
         counts = Counter(names)
         known = {name: history[name][-count:] for name, count in counts.items() if history.get(name)}
@@ -122,27 +125,21 @@ class ByExpectedLength(Placement):
         return self.split(names, dict.fromkeys(names, float(np.mean(list(means.values())))) | means, known, workers)
 
     @abstractmethod
-    def split(
-        self, names: Sequence[str], expected: Mapping[str, float], known: Mapping[str, Sequence[int]], workers: int
-    ) -> Queues:
+    def split(self, names: Sequence[str], expected: Mapping[str, float], known: Lengths, workers: int) -> Queues:
         """Return the queues of requests by their prompts' `names`, expected tokens and `known` lengths."""
 
 
 class LongestExpected(ByExpectedLength):
     """By falling expected length, each to the worker with the fewest tokens (LPT)."""
 
-    def split(
-        self, names: Sequence[str], expected: Mapping[str, float], known: Mapping[str, Sequence[int]], workers: int
-    ) -> Queues:
+    def split(self, names: Sequence[str], expected: Mapping[str, float], known: Lengths, workers: int) -> Queues:
         return longest_first([int(expected[name]) for name in names], workers)
 
 
 class RankGroups(ByExpectedLength):
     """RhymeRL's rank groups of requests (`dispatch.rank_groups`)."""
 
-    def split(
-        self, names: Sequence[str], expected: Mapping[str, float], known: Mapping[str, Sequence[int]], workers: int
-    ) -> Queues:
+    def split(self, names: Sequence[str], expected: Mapping[str, float], known: Lengths, workers: int) -> Queues:
         return collect(rank_groups([expected[name] for name in names], workers, self._token_s), workers)
 
 
@@ -153,9 +150,7 @@ class TwoPools(ByExpectedLength):
     requests go by falling expected length to its least loaded worker.
     """
 
-    def split(
-        self, names: Sequence[str], expected: Mapping[str, float], known: Mapping[str, Sequence[int]], workers: int
-    ) -> Queues:
+    def split(self, names: Sequence[str], expected: Mapping[str, float], known: Lengths, workers: int) -> Queues:
         if workers < 2:
             return collect([0] * len(names), workers)
         long, pools = self.long_prompts(expected), ([], [])  # type: tuple[set[str], tuple[list[int], list[int]]]
@@ -217,9 +212,7 @@ def load_placement(
     return own
 
 
-def placed(
-    placement: Placement, workload: Sequence[PlacedRequest], workers: int, history: Mapping[str, Sequence[int]]
-) -> Queues:
+def placed(placement: Placement, workload: PlacedRequests, workers: int, history: Lengths) -> Queues:
     """The queues of a placement; ConfigError where they do not hold every request once, or with what it raises."""
     try:
         queues = [[int(i) for i in queue] for queue in placement.place(workload, workers, history)]
