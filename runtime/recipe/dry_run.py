@@ -528,26 +528,18 @@ def _memory(table: MemoryPlan, bundles: Bundles, counts: Counter[str]) -> Iterat
         places = {"a rollout worker's GPU": [WORKER, SPOT], "a trainer rank's GPU": [RANK]}
     else:
         places = {f"a {process}'s process": [process] for process in (WORKER, RANK, SPOT)}
-    for place, processes in places.items():
+    devices = [(place, table.device, Counter(processes)) for place, processes in places.items()]
+    for place, device, num_of in (*devices, ("the driver's host", "host", counts)):
         for phase in PHASES:
-            parts = [part for process in processes for part in table.of(process, table.device, phase)]
-            yield from _at(place, table.device, phase, parts)
-    for phase in PHASES:
-        parts = [
-            replace(part, num_bytes=count * part.num_bytes, formula=f"{count} x ({part.formula})")
-            if (count := counts[process]) > 1
-            else part
-            for process in PROCESSES
-            if counts[process]
-            for part in table.of(process, "host", phase)
-        ]
-        yield from _at("the driver's host", "host", phase, parts)
-
-
-def _at(where: str, device: Device, phase: str, parts: Sequence[MemoryPart]) -> Iterator[Memory]:
-    if parts:
-        total = sum(part.num_bytes for part in parts)
-        yield Memory(where=where, device=device, phase=phase, parts=tuple(parts), total_bytes=total)
+            parts = [
+                replace(part, num_bytes=num * part.num_bytes, formula=f"{num} x ({part.formula})") if num > 1 else part
+                for process in PROCESSES
+                if (num := num_of[process])
+                for part in table.of(process, device, phase)
+            ]
+            if parts:
+                total = sum(part.num_bytes for part in parts)
+                yield Memory(where=place, device=device, phase=phase, parts=tuple(parts), total_bytes=total)
 
 
 def _memory_tables(memory: Sequence[Memory], gpu_bytes: float | None) -> Iterator[str]:
