@@ -168,7 +168,7 @@ class PartialRollouts(Rollouts):
         dropped = [group for group in self._pending if self._too_old(group, tools.rl_step)]
         self._lengths.drop(dropped)
         self.order.again((group.samples[0].epoch, group.number) for group in dropped)
-        groups, later = self._begun(current, tools.rl_step)
+        groups, later = self._begun(current, tools)
         unfinished = [group for group in groups if not group.whole]
         num_workers = self.recipe.rollout.num_workers
         shares = [unfinished[worker::num_workers] for worker in range(num_workers)]
@@ -219,16 +219,16 @@ class PartialRollouts(Rollouts):
         """Return the whole groups that this RL step trains on: all."""
         return whole
 
-    def _begun(self, pending: list[PartialGroup], rl_step: int) -> tuple[list[PartialGroup], list[PartialGroup]]:
+    def _begun(self, pending: list[PartialGroup], tools: RolloutTools) -> tuple[list[PartialGroup], list[PartialGroup]]:
         """Return this RL step's groups, and those of the pending ones that wait for another."""
         per_step = self.recipe.rollout.prompts_per_step
         if self.config.leftover == "resume":
-            return [*pending, *self._new_groups(pending, rl_step)], []
+            return [*pending, *self._new_groups(pending, tools)], []
         if len(pending) < per_step <= len(self.prompts) - len(pending):
             return self._draw_groups(len(pending) + ceil(self.config.issue * per_step), pending), pending
         return [*pending[:per_step], *self._draw_groups(per_step, pending)], pending[per_step:]
 
-    def _new_groups(self, pending: Sequence[PartialGroup], rl_step: int) -> list[PartialGroup]:
+    def _new_groups(self, pending: Sequence[PartialGroup], tools: RolloutTools) -> list[PartialGroup]:
         """Return the new groups of an RL step: with a concurrency as many as keep engines full until it ends."""
         rollout = self.recipe.rollout
         if self.config.concurrency is None:
@@ -349,23 +349,17 @@ class AsynchronousRollouts(PartialRollouts):
         self._staleness, self._holds = staleness, not drops
         self._from_version: dict[int, int] = {}
         self._due: set[int] = set()
-        self._version = 0
 
-    def collect(self, tools: RolloutTools) -> Collected:
-        """Roll out one RL step while the previous one may still be trained on."""
-        self._version = tools.policy_version
-        return super().collect(tools)
-
-    def _new_groups(self, pending: Sequence[PartialGroup], rl_step: int) -> list[PartialGroup]:
-        """Return all groups that may begin before the trainer needs this RL step, at version `rl_step`."""
-        per_step = self.recipe.rollout.prompts_per_step
+    def _new_groups(self, pending: Sequence[PartialGroup], tools: RolloutTools) -> list[PartialGroup]:
+        """Return all groups that may begin before the trainer needs this RL step, at the version of its number."""
+        per_step, rl_step = self.recipe.rollout.prompts_per_step, tools.rl_step
         new = self._draw_groups((self._staleness + 1) * per_step, pending)
         self._from_version, begins = {}, []
         for n, group in enumerate([*pending, *new]):
             first, oldest = first_version(n, rl_step, per_step, self._staleness), group.oldest_version
             self._from_version[group.number] = first
-            # Engines have at least `_version` already.
-            begins.append((max(first, self._version) if oldest is None else oldest, n, group.number))
+            # Engines have at least this version already.
+            begins.append((max(first, tools.policy_version) if oldest is None else oldest, n, group.number))
         self._due = set()
         for n, (version, *_) in enumerate(begins := sorted(begins)):
             # At least `now` of these and older groups must be trained now, since later RL steps take per_step each; any
