@@ -340,7 +340,7 @@ class WorkerPool:
     def set_policy(self, policy: Policy, rl_step: int) -> None:
         """Give every engine a fresh selector of `policy`, seeded by the run, the worker and the RL step."""
         self._policy = policy, rl_step
-        self._set_all(lambda n, handle: handle.set_policy.remote(policy, rl_step))
+        self._set_all(_calling("set_policy", policy, rl_step))
         self.history.serve(policy)
 
     def replay(self, trace: Trace) -> None:
@@ -430,13 +430,13 @@ class WorkerPool:
         On a CPU sleep frees nothing.
         """
         before, self._awake = self._awake, ()
-        await self._each(_asking("sleep"), before)
+        await self._each(_calling("ask_engine", "sleep"), before)
         self._awake = numbers
-        await self._each(_asking("wake_up"), numbers, set_at_start=True)
+        await self._each(_calling("ask_engine", "wake_up"), numbers, set_at_start=True)
         if self._weights is not None and (late := self._late.intersection(numbers)):
             send, version = self._weights
             await asyncio.to_thread(send, [self.handles[n] for n in late], version, "host")
-            await self._each(_arrived(version), late, set_at_start=True)
+            await self._each(_calling("has_weights", version), late, set_at_start=True)
             self._late -= late
 
     def repeat(self, shares: Shares, rl_step: int) -> list[Rollout]:
@@ -511,22 +511,22 @@ class WorkerPool:
                 # Its engine waits in a collective that never ends.
                 self._note_failure(n, WorkerLost(why), "")
             if in_flight:
-                self._ask_alive(lambda n, handle: handle.weights.remote("cut off", why))
+                self._ask_alive(_calling("weights", "cut off", why))
             raise
         if in_flight:
-            self._ask_alive(_arrived(version))
+            self._ask_alive(_calling("has_weights", version))
         else:
-            self._set_all(_arrived(version), self.workers)
+            self._set_all(_calling("has_weights", version), self.workers)
 
     def sleep(self, level: int = 1) -> None:
         """Free the engines' memory until `wake_up`; at level 2 weights too, and an update of weights must follow."""
-        self._ask_all(_asking("sleep", level), self.workers)
+        self._ask_all(_calling("ask_engine", "sleep", level), self.workers)
         self._awake = ()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the engines' memory again, all or that of "weights" or "kv_cache"."""
         self._awake = self.workers
-        self._set_all(_asking("wake_up", tags), self.workers)
+        self._set_all(_calling("ask_engine", "wake_up", tags), self.workers)
 
     @property
     def all_alive(self) -> bool:
@@ -535,7 +535,7 @@ class WorkerPool:
 
     def state_dicts(self) -> list[dict[str, Any]]:
         """Return each worker's state of policy, budget and drafters, as JSON types; a failed one's last known."""
-        states = self._ask_all(lambda n, handle: handle.state_dict.remote())
+        states = self._ask_all(_calling("state_dict"))
         for n, worker in enumerate(self._workers):
             if worker.alive:
                 worker.keep(self._policy, states[n])
@@ -551,7 +551,7 @@ class WorkerPool:
 
     def ask(self, method: str, *args: Any) -> list[Any]:
         """Call any method of every worker and return the answers; the method must be safe to call twice."""
-        return self._ask_all(lambda n, handle: getattr(handle, method).remote(*args))
+        return self._ask_all(_calling(method, *args))
 
     def close(self) -> None:
         """End all workers, and calls to workers that wait in other threads."""
@@ -759,13 +759,9 @@ class WorkerPool:
             raise RunError(f"Ray failed a rollout worker: {last_line(error)}") from error
 
 
-def _asking(method: str, *args: Any) -> Call:
-    """Call a method of engines."""
-    return lambda n, handle: handle.ask_engine.remote(method, *args)
-
-
-def _arrived(version: int) -> Call:
-    return lambda n, handle: handle.has_weights.remote(version)
+def _calling(method: str, *args: Any) -> Call:
+    """Call a method of workers."""
+    return lambda n, handle: getattr(handle, method).remote(*args)
 
 
 def _lengths(parts: Sequence[Rollout]) -> list[list[tuple[Key, int]]]:
