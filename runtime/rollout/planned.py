@@ -28,8 +28,6 @@ from tltlab.errors import RunError
 from tltlab.planning.rollout import HELD, Action, Gather, Hold, Move, RolloutState, Shape
 from tltlab.planning.rollout_driver import shared_out
 from tltlab.runtime.engine.generation import FollowUp, FollowUps, GenerationRequest, GenerationResponse, Rollout
-from tltlab.runtime.recipe.engines import EngineBuild
-from tltlab.runtime.recipe.recipe import Recipe
 
 from .collected import after, delayed, joined
 from .worker import DeferredCalls, EngineWorker, WorkerLost, compact
@@ -48,8 +46,8 @@ News = tuple[dict[Key, int], dict[Key, int]]
 class PlannedRolloutWorker(EngineWorker):
     """One engine whose requests come and go while it generates (`FollowUps`)."""
 
-    def __init__(self, recipe: Recipe, number: int, build: EngineBuild, feed: str | None) -> None:
-        super().__init__(recipe, number, build, feed)
+    def start(self) -> None:
+        super().start()
         self._calls = DeferredCalls(busy=True)
         self._some_ended = Event()
         self._joining: list[GenerationRequest] = []

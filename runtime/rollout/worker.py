@@ -359,10 +359,11 @@ class FreeRolloutWorker(EngineWorker):
     weights begin once those are loaded.
     """
 
-    def __init__(self, recipe: Recipe, number: int, build: EngineBuild, feed: str | None) -> None:
-        super().__init__(recipe, number, build, feed)
+    queue: QueuedRequests | None = None
+
+    def start(self) -> None:
         self.calls = DeferredCalls()
-        self.queue: QueuedRequests | None = None
+        super().start()
 
     @ray.method(concurrency_group="aside")
     def weights(self, call: str, info: Any, data: npt.NDArray[np.uint8] | None = None) -> bool:
@@ -461,7 +462,7 @@ class DeferredCalls:
         return time.perf_counter() - start
 
 
-class QueuedRequests:
+class QueuedRequests(FollowUps):
     """The requests of a rollout, some of which wait for weights of later versions (`FollowUps`)."""
 
     def __init__(self, requests: Sequence[GenerationRequest], version: Callable[[], int]) -> None:
@@ -481,9 +482,6 @@ class QueuedRequests:
     def pending(self) -> int:
         version = self._version()
         return sum(request.from_version <= version for request in self._waiting)
-
-    def ended(self, request: GenerationRequest, token_ids: Sequence[int], now_s: float) -> None:
-        """Do nothing: nothing follows."""
 
     def ready(self, now_s: Callable[[], float], *, wait_for_one: bool) -> list[FollowUp]:
         return [FollowUp(request=request, observed=[], submit_s=now_s(), tool_s=0.0) for request in self.take()]
