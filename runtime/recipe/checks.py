@@ -20,7 +20,7 @@ from tltlab.traces.trace import read
 
 from .engines import drafters_of, engine_context, engines_of, shape_of
 from .gpus import bundles_of
-from .planner import costs_of_shapes, shapes_of
+from .planner import costs_of_shapes
 from .recipe import Recipe
 from .rules import exact_replay, undivided_heads
 
@@ -120,7 +120,7 @@ def planner(recipe: Recipe) -> None:
     """Raise ConfigError for a planner that cannot be loaded, unknown costs, and heads that an engine cannot share."""
     recipe.read_planner()
     costs_of_shapes(recipe)
-    for shape in shapes_of(recipe)[1:]:
+    for shape in recipe.rollout.shapes[1:]:
         per_gpu_heads(shape_of(recipe.model), shape.gpus)
 
 

@@ -25,7 +25,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import plan_graphs
 
 from .engines import context_tokens, drafters_of, engine_build, requests_per_engine, shape_of, vllm_batch
-from .gpus import Bundles, bundles_of, places_of, weight_transport
+from .gpus import Bundles, bundles_of, nodes_of, weight_transport
 from .planner import engine_gpus
 from .recipe import Recipe, system_settings
 from .rules import notes_of
@@ -507,7 +507,7 @@ def plan_of(recipe: Recipe) -> RunPlan:
 
 def _on_first_node(recipe: Recipe, bundles: Bundles) -> Counter[str]:
     """Return the number of processes by kind on the driver's node, the first: ranks and workers fill nodes in order."""
-    nodes = iter([node for node, _ in places_of(bundles, recipe.cluster.gpus_per_node)])
+    nodes = iter(nodes_of(bundles, recipe.cluster.gpus_per_node))
     engines = [next(nodes) if gpus else 0 for gpus in bundles.workers]
     # Those of a tail shape have a process each too.
     workers = engines * (len(engine_gpus(recipe)) // len(engines))

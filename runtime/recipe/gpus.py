@@ -5,7 +5,6 @@ from math import ceil
 from typing import Literal
 
 from tltlab.errors import refuse
-from tltlab.planning.rollout import Shape
 from tltlab.records import frozen
 
 from .recipe import Recipe
@@ -56,8 +55,7 @@ def bundles_of(recipe: Recipe) -> Bundles:
     refuse(_of_an_actor(recipe, per_worker, per_rank))
     colocated = cluster.placement == "colocated" and per_worker > 0
     workers = (per_worker,) * rollout.num_workers
-    if rollout.tail_shape is not None:
-        tail = Shape.of(rollout.tail_shape)
+    for tail in rollout.shapes[1:]:
         workers = (default * tail.gpus,) * tail.engines
     bundles = Bundles(workers=workers, ranks=() if colocated else (per_rank,) * train.ranks, colocated=colocated)
     refuse(_of_the_cluster(recipe, bundles))
@@ -121,35 +119,35 @@ def _of_the_cluster(recipe: Recipe, bundles: Bundles) -> Iterator[str]:
             f"workers ask for {sum(bundles.workers):g} GPUs and trainer ranks for {sum(bundles.ranks):g}, and the "
             f"cluster has {size}: take fewer, or cluster.placement = 'colocated'"
         )
-    elif max((node for node, _ in places_of(bundles, cluster.gpus_per_node)), default=0) >= cluster.num_nodes:
+    elif max(nodes_of(bundles, cluster.gpus_per_node), default=0) >= cluster.num_nodes:
         yield (
             f"rollout workers of {tp} GPUs, each on one node, and the other actors do not fit onto {size}: take "
             "fewer, or a tensor_parallel_size that divides gpus_per_node"
         )
 
 
-def places_of(bundles: Bundles, gpus_per_node: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Return node and GPUs of each bundle in `bundles.all`: the largest first, each onto the first node with room.
+def nodes_of(bundles: Bundles, gpus_per_node: int) -> list[int]:
+    """Return the node of each bundle in `bundles.all`: the largest first, each onto the first node with room.
 
     The order is Ray's packing, with nodes in numeric order. With 0 GPUs per node their size is unknown: all bundles are
     on one.
 
-    >>> places_of(Bundles(workers=(4.0, 4.0), ranks=(0.5, 0.5), colocated=False), 8)
-    [(0, (0, 1, 2, 3)), (0, (4, 5, 6, 7)), (1, (0,)), (1, (0,))]
+    >>> nodes_of(Bundles(workers=(4.0, 4.0), ranks=(0.5, 0.5), colocated=False), 8)
+    [0, 0, 1, 1]
     """
     size = gpus_per_node or sum(ceil(gpus) for gpus in bundles.all)
     nodes: list[list[float]] = []
-    places: dict[int, tuple[int, tuple[int, ...]]] = {}
+    found: dict[int, int] = {}
     for number, gpus in sorted(enumerate(bundles.all), key=lambda bundle: -bundle[1]):
         share, count = min(gpus, 1.0), max(int(gpus), 1)
         node, own_gpus = next(
             (node, fitting[:count])
             for node, free in enumerate([*nodes, [1.0] * size])
-            if len(fitting := tuple(gpu for gpu, free_share in enumerate(free) if free_share >= share - 1e-9)) >= count
+            if len(fitting := [gpu for gpu, free_share in enumerate(free) if free_share >= share - 1e-9]) >= count
         )
         if node == len(nodes):
             nodes.append([1.0] * size)
         for gpu in own_gpus:
             nodes[node][gpu] -= share
-        places[number] = (node, own_gpus)
-    return [places[number] for number in sorted(places)]
+        found[number] = node
+    return [found[number] for number in sorted(found)]

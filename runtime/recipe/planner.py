@@ -13,19 +13,14 @@ SWITCH_S = 0.3
 """Seconds that engines of another shape are taken to need until they run, before any did."""
 
 
-def shapes_of(recipe: Sections) -> list[Shape]:
-    """Return the shape of a recipe's engines, and `rollout.tail_shape` if there is one."""
-    rollout = recipe.rollout
-    base = Shape(engines=rollout.num_workers, gpus=rollout.tensor_parallel_size)
-    return [base] if rollout.tail_shape is None else [base, Shape.of(rollout.tail_shape)]
-
-
 def engine_gpus(recipe: Sections) -> list[range]:
     """Return the GPUs of each engine, of those of all workers: the recipe's engines first, then those of a tail shape.
 
     On CPUs they are ranks.
     """
-    return [range(n * shape.gpus, (n + 1) * shape.gpus) for shape in shapes_of(recipe) for n in range(shape.engines)]
+    return [
+        range(n * shape.gpus, (n + 1) * shape.gpus) for shape in recipe.rollout.shapes for n in range(shape.engines)
+    ]
 
 
 def costs_of_shapes(recipe: Recipe) -> dict[Shape, EngineCosts]:
@@ -36,7 +31,7 @@ def costs_of_shapes(recipe: Recipe) -> dict[Shape, EngineCosts]:
     rollout = recipe.rollout
     if rollout.planner is None:
         return {}
-    shapes = shapes_of(recipe)
+    shapes = rollout.shapes
     given = map(load_costs, rollout.planner_costs)
     most = {"max_num_seqs": rollout.vllm["max_num_seqs"]} if "max_num_seqs" in rollout.vllm else {}
     modelled = (pass_costs(recipe, shape.gpus, "rollout.planner").model_copy(update=most) for shape in shapes)

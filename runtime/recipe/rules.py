@@ -9,7 +9,6 @@ from math import gcd
 
 from tltlab.config import counted
 from tltlab.errors import ConfigError, did_you_mean
-from tltlab.planning.rollout import Shape
 
 from .sections import ALGORITHMS, Sections
 
@@ -240,9 +239,8 @@ def tail_shape(recipe: Sections) -> Iterator[str]:
         yield "rollout.planner_costs: those of the engines, and of rollout.tail_shape where it is set"
     if rollout.tail_shape is None:
         return
-    base = Shape(engines=rollout.num_workers, gpus=rollout.tensor_parallel_size)
     try:
-        tail = Shape.of(rollout.tail_shape)
+        base, tail = rollout.shapes
         base.check_same_gpus(tail)
         if tail.gpus <= base.gpus:
             raise ConfigError(f"{tail} must have fewer engines of more GPUs than {base}")

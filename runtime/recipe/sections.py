@@ -13,6 +13,7 @@ from tltlab.config import Count, FiniteModel, leaves
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import did_you_mean, refuse
 from tltlab.own import paths_in
+from tltlab.planning.rollout import Shape
 
 from .drafter import Beta, DrafterConfig
 
@@ -246,6 +247,12 @@ class RolloutConfig(FiniteModel):
         """The setting that determines the policy, with its value."""
         name = "system" if self.policy == SYSTEMS_POLICY else "policy"
         return f"rollout.{name} = {getattr(self, name)}"
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The shape of the engines, and that of `tail_shape` if there is one; ConfigError for a faulty one."""
+        base = Shape(engines=self.num_workers, gpus=self.tensor_parallel_size)
+        return [base] if self.tail_shape is None else [base, Shape.of(self.tail_shape)]
 
     @property
     def batched_tokens(self) -> int:

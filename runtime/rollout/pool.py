@@ -52,7 +52,7 @@ from tltlab.runtime.ray.actors import (
     succeeded,
 )
 from tltlab.runtime.recipe.engines import EngineBuild, start_timeout_s
-from tltlab.runtime.recipe.planner import costs_of_shapes, engine_gpus, shapes_of
+from tltlab.runtime.recipe.planner import costs_of_shapes, engine_gpus
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
@@ -275,7 +275,7 @@ class WorkerPool:
         on_restart: Callable[[int], None],
     ) -> None:
         self.costs, self._gpus = costs_of_shapes(recipe), engine_gpus(recipe)
-        self.base, *tail = shapes_of(recipe)
+        self.base, *tail = recipe.rollout.shapes
         num_workers = len(self._gpus)
         self.workers = range(self.base.engines)
         self._tails = range(self.base.engines, num_workers)
