@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from tltlab.config import shown
 from tltlab.errors import ConfigError, one_line
@@ -81,35 +81,30 @@ def _words(action: Action) -> str:
 def check_actions(actions: Sequence[Action], state: RolloutState) -> None:
     """ConfigError for the first action that names what is not there."""
     at = {key: i for i, key in enumerate(state.keys)}
-    for action in actions:
-        _check(action, state, at)
-
-
-def _check(action: Action, state: RolloutState, at: Mapping[Key, int]) -> None:
-    """ConfigError for an action that names what is not there."""
     named: Sequence[Key]
-    match action:
-        case Gather(shape=shape, queues=queues):
-            if shape not in state.engines or shape == state.active:
-                raise ConfigError(f"{shape} is not a shape to gather onto; there are {_shapes(state)}")
-            if queues and len(queues) != shape.engines:
-                raise ConfigError(f"a gather onto {shape} has {len(queues)} queues, one for each engine is needed")
-            named = [key for queue in queues for key in queue]
-            if len(set(named)) < len(named):
-                raise ConfigError("a gather has a request in two places")
-        case Move(key=key, worker=worker):
-            if not isinstance(worker, int) or not 0 <= worker < state.active.engines:
-                raise ConfigError(f"there is no worker {worker!r} of {state.active.engines} to move a request to")
-            named = [key]
-        case Hold(key=key):
-            named = [key]
-            if key in at and state.generated_tokens[at[key]] > 0:
-                raise ConfigError(f"request {key} has begun and cannot be held")
-        case _:
-            raise ConfigError(f"{shown(action)} is no action: return Move, Gather or Hold")
-    for key in named:
-        if key not in at:
-            raise ConfigError(f"request {key} {'has ended' if key in state.ended else 'is not known'}")
+    for action in actions:
+        match action:
+            case Gather(shape=shape, queues=queues):
+                if shape not in state.engines or shape == state.active:
+                    raise ConfigError(f"{shape} is not a shape to gather onto; there are {_shapes(state)}")
+                if queues and len(queues) != shape.engines:
+                    raise ConfigError(f"a gather onto {shape} has {len(queues)} queues, one for each engine is needed")
+                named = [key for queue in queues for key in queue]
+                if len(set(named)) < len(named):
+                    raise ConfigError("a gather has a request in two places")
+            case Move(key=key, worker=worker):
+                if not isinstance(worker, int) or not 0 <= worker < state.active.engines:
+                    raise ConfigError(f"there is no worker {worker!r} of {state.active.engines} to move a request to")
+                named = [key]
+            case Hold(key=key):
+                named = [key]
+                if key in at and state.generated_tokens[at[key]] > 0:
+                    raise ConfigError(f"request {key} has begun and cannot be held")
+            case _:
+                raise ConfigError(f"{shown(action)} is no action: return Move, Gather or Hold")
+        for key in named:
+            if key not in at:
+                raise ConfigError(f"request {key} {'has ended' if key in state.ended else 'is not known'}")
 
 
 def _shapes(state: RolloutState) -> str:
