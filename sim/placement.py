@@ -36,7 +36,7 @@ def place(
     A placement is one of `tltlab.planning.placement`, a user's own as `module:Class(...)`, class or instance, which
     gets the `history`, or a clairvoyant one. `longest_first`: clairvoyant, by falling
     response length to the worker with the fewest response tokens (LPT). `recorded`: as the trace has it. Placements
-    that know a prompt's mean length: `longest_expected`, LPT by that mean. And those that know the `costs` too:
+    that know a prompt's mean length: `longest_expected`, LPT by that mean. And those that know the `costs`, if given:
     `two_pools`, StreamRL's split, which takes a fifth of the prompts for long with the recall of its ranker, and
     `rank_groups`, RhymeRL's. Ties go to the lower worker and the earlier request.
     """
@@ -122,13 +122,11 @@ class _RankedPools(core.TwoPools):
 
 
 def _knowing(
-    made: Callable[[CostModel | None], Placement], needs_costs: bool
+    made: Callable[[CostModel | None], Placement],
 ) -> Callable[[Requests, int, CostModel | None], list[list[int]]]:
     """A placement by expected lengths that knows the mean length of each prompt's responses in this RL step."""
 
     def placing(requests: Requests, workers: int, costs: CostModel | None) -> list[list[int]]:
-        if needs_costs and costs is None:
-            raise ConfigError("this placement needs costs: two_pools and rank_groups split by the seconds of a token")
         lengths: dict[str, list[int]] = {}
         add_lengths(lengths, requests)
         return placed(made(costs), _Workload(requests), workers, lengths)
@@ -138,10 +136,10 @@ def _knowing(
 
 _CLAIRVOYANT: dict[str, Callable[[Requests, int, Any], list[list[int]]]] = {
     "longest_first": lambda requests, workers, costs: core.longest_first(requests.response_tokens, workers),
-    "longest_expected": _knowing(core.LongestExpected, False),
+    "longest_expected": _knowing(core.LongestExpected),
     "recorded": _recorded,
-    "two_pools": _knowing(_RankedPools, True),
-    "rank_groups": _knowing(core.RankGroups, True),
+    "two_pools": _knowing(_RankedPools),
+    "rank_groups": _knowing(core.RankGroups),
 }
 """Clairvoyant placements by name."""
 PLACEMENTS: tuple[str, ...] = (*core.PLACEMENTS, *_CLAIRVOYANT)
