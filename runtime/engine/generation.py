@@ -62,6 +62,7 @@ class FollowUps(Protocol):
 
     def ended(self, request: GenerationRequest, token_ids: Sequence[int], now_s: float) -> None:
         """Process a request that ended with these tokens; by default nothing follows."""
+        return
 
     def ready(self, now_s: Callable[[], float], *, wait_for_one: bool) -> list[FollowUp]:
         """Return the turns that may begin; with `wait_for_one` wait for one tool call, if any is under way."""
