@@ -17,14 +17,14 @@ from tltlab.costs.linear import LinearCosts
 from tltlab.planning.rollout import Shape
 from tltlab.policies.policy import load_policy
 from tltlab.sim import simulate
-from tltlab.sim.bounds import Floors, filled_s, fixed_bound_s, lower_bound_s, shared_bound_s
+from tltlab.sim.bounds import Floors, fixed_bound_s, lower_bound_s, shared_bound_s
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from ..traces_of_lengths import of_lengths
-from .workloads import FEW, FREE, HALF, Handing, with_positions
+from .workloads import FEW, FREE, HALF, Handing, with_positions, with_terms
 
 CHAIN = Strategy.chain("ngram", 3)
 SHORT = Strategy.chain("ngram", 1)
@@ -144,7 +144,7 @@ def simulated(small, rule="last", placement="round_robin"):
 
 def costs(**terms):
     """A cost model in which what is not named is free."""
-    return FREE.model_copy(update=terms)
+    return with_terms(FREE, **terms)
 
 
 def small(*lengths, workers=1, prompt=2, **terms):
@@ -270,11 +270,11 @@ def moving_optimum(small, shapes):
 def test_no_moves_and_no_changes_of_shape_undercut_the_bound(instance, base, share):
     instance = replace(
         instance, workers=2, prompts=instance.prompts[:3], lengths=tuple(min(n, 3) for n in instance.lengths[:3]),
-        costs=instance.costs.model_copy(update={"kv_capacity_tokens": None}),
+        costs=with_terms(instance.costs, kv_capacity_tokens=None),
     )  # fmt: skip
     small = instance.costs
     large = {name: share * small.need(name) for name in ("per_request_s", "per_context_s", "prefill_per_token_s")}
-    shapes = {1: small, 2: small.model_copy(update={"base_s": base * small.need("base_s"), **large})}
+    shapes = {1: small, 2: with_terms(small, base_s=base * small.need("base_s"), **large)}
     scenario = Scenario.of(instance.trace(), costs=small, acceptance=instance.acceptance, workers=2)
     floors = [
         floors_of(costs, 2 // gpus, 3, instance.strategies, scenario.acceptance, gpus) for gpus, costs in shapes.items()
@@ -288,22 +288,6 @@ def test_no_moves_and_no_changes_of_shape_undercut_the_bound(instance, base, sha
     assert best <= moving_optimum(instance, {1: small}) <= optimum(instance) * CLOSE
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6), st.integers(1, 3))
-def test_filling_workers_takes_no_longer_than_any_assignment(responses, workers):
-    """A worker takes the largest rest of its responses and the sum of what they add."""
-    rest_s, added_s = np.array(responses, np.float64).T
-    best = min(
-        max(
-            max((rest_s[i] for i in own), default=0.0) + sum(added_s[i] for i in own)
-            for own in ([i for i, at in enumerate(worker_of) if at == w] for w in range(workers))
-        )
-        for worker_of in product(range(workers), repeat=len(responses))
-    )
-    assert filled_s(rest_s, added_s, workers) <= best * CLOSE
-    if workers == 1 and all(added_s):
-        assert filled_s(rest_s, added_s, 1) == pytest.approx(best)
-
-
 @HALF
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=20),
@@ -313,7 +297,7 @@ def test_filling_workers_takes_no_longer_than_any_assignment(responses, workers)
     st.one_of(st.none(), st.integers(1, 6)),
 )
 def test_no_placement_and_no_policy_beats_shared_bound(lengths, workers, placement, speculates, seats):
-    costs, model = COSTS.model_copy(update={"max_num_seqs": seats}), GeometricAcceptance(alpha=0.7)
+    costs, model = with_terms(COSTS, max_num_seqs=seats), GeometricAcceptance(alpha=0.7)
     policy = example_table() if speculates else load_policy("none")
     scenario = Scenario.of(of_lengths(lengths, workers=workers), costs=costs, acceptance=model, placement=placement)
     step, floors = scenario.steps[0], floors_of(costs, workers, len(lengths), policy.strategies, model)
@@ -367,7 +351,7 @@ def test_without_moves_a_drain_is_optimal(lengths, per_context_s, seconds):
     assert lower_bound_s(step, [floors], None, 0) < 0.95 * seconds
 
 
-SPLIT = COSTS.model_copy(update={"base_s": 2e-3, "per_context_s": 6e-9, "per_token_s": 6e-6})
+SPLIT = with_terms(COSTS, base_s=2e-3, per_context_s=6e-9, per_token_s=6e-6)
 """Costs of a worker of four GPUs."""
 
 

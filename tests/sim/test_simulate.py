@@ -28,14 +28,14 @@ from tltlab.traces import metrics
 from tltlab.traces.trace import read
 
 from ..traces_of_lengths import of_lengths
-from .workloads import COSTS, FREE, ONE_SECOND, TINY, Handing
+from .workloads import COSTS, FREE, ONE_SECOND, TINY, Handing, with_terms
 
-TIGHT = ONE_SECOND.model_copy(update={"kv_capacity_tokens": 30})
+TIGHT = with_terms(ONE_SECOND, kv_capacity_tokens=30)
 CHAIN = Strategy.chain("ngram", 4)
 PLAIN_COSTS = dict.fromkeys(("base_s", "per_request_s", "per_context_s", "prefill_per_token_s"), 1e-3)
 WAYS_ON = ("TLTLAB_POLICY=explore", "tltlab trace annotate")
 """What somebody can do whose recording shows no speculation."""
-PREFILLING = COSTS.model_copy(update={"prefill_per_token_s": 1e-3})
+PREFILLING = with_terms(COSTS, prefill_per_token_s=1e-3)
 TRACE = log_normal(prompts=6, group_size=4, rl_steps=2, median=100, sigma=1.0, cap=800, workers=2)
 
 
@@ -89,7 +89,7 @@ def fixed(strategy=CHAIN, threshold=None):
     ],
 )
 def test_worked_examples_take_the_time_of_their_iterations(response_tokens, terms, options, first_s, finish_s):
-    result = simulate(lengths(*response_tokens), costs=ONE_SECOND.model_copy(update=terms), **options)
+    result = simulate(lengths(*response_tokens), costs=with_terms(ONE_SECOND, **terms), **options)
     assert result.trace.outcomes["t_first_token"].tolist() == pytest.approx(first_s)
     assert result.trace.outcomes["t_finish"].tolist() == pytest.approx(finish_s)
     assert result.makespan_s == pytest.approx(max(finish_s))
@@ -97,7 +97,7 @@ def test_worked_examples_take_the_time_of_their_iterations(response_tokens, term
 
 
 def test_samples_share_their_prompt_where_prefixes_are_cached():
-    costs = FREE.model_copy(update={"prefill_per_token_s": 1e-3})
+    costs = with_terms(FREE, prefill_per_token_s=1e-3)
     apart, shared = (simulate(TRACE, costs=costs, prefix_caching=on).summary for on in (False, True))
     prompt = int(TRACE.workload["prompt_tokens"].iloc[0])
     assert (apart["prefix_caching"], shared["prefix_caching"]) == (False, True)
@@ -183,7 +183,7 @@ def test_a_policy_is_asked_one_iteration_ahead():
         return CHAIN
 
     policy = Handing(NO_SPECULATION, CHAIN, rule=look)
-    costs = ONE_SECOND.model_copy(update={"prefill_per_token_s": 0.1})
+    costs = with_terms(ONE_SECOND, prefill_per_token_s=0.1)
     simulate(lengths(4, 6), policy, costs=costs, acceptance="constant:2")
     (selector,) = policy.built
     assert [s.batch for s in selector.states] == [2, 2, 2, 1]
@@ -369,14 +369,14 @@ def test_a_simulation_takes_what_its_run_accepted(tmp_path):
     ],
 )
 def test_iterations_outside_what_was_measured_are_counted(response_tokens, policy, measured, outside):
-    costs = COSTS.model_copy(update={"calibrated": measured and CalibratedRange(**measured)})
+    costs = with_terms(COSTS, calibrated=measured and CalibratedRange(**measured))
     trace = lengths(*response_tokens, cap=4000)
     found = simulate(trace, policy, costs=costs, acceptance="tlt-qwen2.5-32b").summary["outside_calibration"]
     assert found == outside
 
 
 def test_chunks_of_prompts_are_prefilled_beside_decoding():
-    costs = ONE_SECOND.model_copy(update={"max_num_batched_tokens": 11, "prefill_per_token_s": 0.1})
+    costs = with_terms(ONE_SECOND, max_num_batched_tokens=11, prefill_per_token_s=0.1)
     trace = lengths(30, 30, prompt_tokens=100, cap=100)
     result = simulate(trace, "none", costs=costs, record_iterations=True)
     rows = result.trace.iterations

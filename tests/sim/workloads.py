@@ -27,10 +27,15 @@ COSTS = LinearCosts(
     draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-5,
 )  # fmt: skip
 FREE = LinearCosts.model_validate(dict.fromkeys(COSTS.model_fields_set, 0.0))
-"""Nothing costs anything: what a test means to cost it names with `model_copy`."""
+"""Nothing costs anything: what a test means to cost it names with `with_terms`."""
 
 
-ONE_SECOND = FREE.model_copy(update={"base_s": 1.0})
+def with_terms(costs, **terms):
+    """The cost model with other values of these fields."""
+    return costs.model_copy(update=terms)
+
+
+ONE_SECOND = with_terms(FREE, base_s=1.0)
 """An iteration takes a second, whatever runs."""
 TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
 
@@ -107,6 +112,12 @@ def counterfactuals(keys, positions, depth, drafter="ngram"):
 def with_positions(trace, positions, drafter="ngram"):
     """The trace with that table, of 8 drafted tokens."""
     return trace.replace(acceptance=counterfactuals(trace.outcomes[list(KEY)], positions, 8, drafter))
+
+
+def assert_above_its_bounds(result):
+    """No rollout is faster than its bound, nor the bound without moves below that with them."""
+    for rollout, *bounds_s in zip(result.rollouts, *result.bounds_s(), strict=True):
+        assert bounds_s[0] <= bounds_s[1] <= rollout.makespan_s * (1 + 1e-9)
 
 
 def grouped(lengths, prompt_tokens):

@@ -16,6 +16,8 @@ from tltlab.sim.cli.simulate import simulate as command
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.workload import requests_by_step
 
+from ..workloads import with_terms
+
 PROMPTS, GROUP = 8, 4
 
 
@@ -176,7 +178,7 @@ def test_one_buffer_hands_out_probes_then_longest_group(trace):
 
 def test_no_worker_ends_while_requests_wait_in_buffer():
     long = log_normal(prompts=16, group_size=4, rl_steps=1, median=1000, prompt_share=0.9, cap=4000, workers=4)
-    costs = COSTS.model_copy(update={"kv_capacity_tokens": 16000})
+    costs = with_terms(COSTS, kv_capacity_tokens=16000)
     rule = SharedBuffer(chunk_tokens=2000)
     shared = simulate(long, "none", costs=costs, admission=rule).rollouts[0]
     assert not np.isnan(shared.first_token_s).any()

@@ -25,7 +25,7 @@ from tltlab.sim.scenario import exchange_responses
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import read
 
-from ..workloads import COSTS, FREE, HALF, TINY, requests_of, up_to
+from ..workloads import COSTS, FREE, HALF, TINY, requests_of, up_to, with_terms
 from .slow_oracle import finish_times
 
 CHAINS = (Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))
@@ -41,7 +41,8 @@ def nominal(chain, costs=COSTS):
 
 def run(requests, rates, chain, *, most=99, asks=0):
     selectors = [up_to(most, chain, memoryless=not asks)]
-    engine = RolloutSimulator(costs=rates.costs, selectors=selectors, decision_block=asks or 1)
+    ahead = False if asks == 1 else None
+    engine = RolloutSimulator(costs=rates.costs, selectors=selectors, decision_block=asks or 1, ahead=ahead)
     engine.prepare(nominal(chain, rates.costs), rates)
     return engine.rollout(requests, [list(range(len(requests)))])
 
@@ -103,7 +104,7 @@ def slowly(requests, rates, chain, *, most=99):
     st.sampled_from([0, 1, 3]),
 )
 def test_asked_at_every_iteration_it_takes_their_time(lengths, chain, model, sampled, most, capacity, asks):
-    requests, costs = requests_of(lengths, group=4), COSTS.model_copy(update={"kv_capacity_tokens": capacity})
+    requests, costs = requests_of(lengths, group=4), with_terms(COSTS, kv_capacity_tokens=capacity)
     rates = Rates(model=model, costs=costs, seed=3, sampled=sampled, refresh=1)
     fast = run(requests, rates, chain, most=most, asks=asks)
     for request, finish in slowly(requests, rates, chain, most=most).items():
@@ -141,7 +142,8 @@ def test_fluid_is_the_mean_of_sampled_runs(model, budget):
     chain = Strategy("ngram", 8, 1, 5) if budget else CHAINS[0]
     # Levels are drawn from the seed too: they are made known, so that only the luck of the drafts differs.
     if model is CURVES:
-        model = known(dict(zip(requests.keys, CURVES.levels("ngram", requests.keys, 0), strict=True)))
+        levels = CURVES.levels("ngram", requests.keys, 0)
+        model = with_terms(CURVES, known=tuple(zip(requests.keys, levels, strict=True)))
 
     def makespan(seed, sampled):
         rates = Rates(model=model, costs=COSTS, seed=seed, sampled=sampled, budgets=[budget] if budget else [])
@@ -149,11 +151,6 @@ def test_fluid_is_the_mean_of_sampled_runs(model, budget):
 
     sampled = np.mean([makespan(seed, True) for seed in range(10)])
     assert makespan(0, False) == pytest.approx(sampled, rel=0.01)
-
-
-def known(levels):
-    """The curves of responses whose levels are known."""
-    return CURVES.model_copy(update={"known": tuple(levels.items())})
 
 
 def test_what_ended_elsewhere_helps_only_after_it_did():
@@ -253,11 +250,7 @@ def test_trees_have_no_budget_and_refresh_is_positive():
 
 
 # Verified tokens are dear: 80 of them take as long as all else.
-DEAR = FREE.model_copy(
-    update={
-        "base_s": 4e-3, "per_request_s": 4e-5, "per_token_s": 1e-4, "per_context_s": 2e-8, "prefill_per_token_s": 1e-6
-    }
-)  # fmt: skip
+DEAR = with_terms(FREE, base_s=4e-3, per_request_s=4e-5, per_token_s=1e-4, per_context_s=2e-8, prefill_per_token_s=1e-6)
 
 
 @pytest.mark.parametrize("sampled", [False, True])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tltlab
-from tests.sim.workloads import FEW, FREE, ONE_SECOND, TINY
+from tests.sim.workloads import FEW, FREE, ONE_SECOND, TINY, with_terms
 from tests.traces_of_lengths import of_lengths
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
@@ -16,8 +16,8 @@ from tltlab.planning.planners import BufferPlanner
 from tltlab.planning.rollout import Gather, Hold, Move, RolloutPlanner, Shape
 from tltlab.sim import simulate
 
-QUARTER = ONE_SECOND.model_copy(update={"base_s": 0.25})
-BY_BATCH = FREE.model_copy(update={"per_request_s": 1.0})
+QUARTER = with_terms(ONE_SECOND, base_s=0.25)
+BY_BATCH = with_terms(FREE, per_request_s=1.0)
 """An iteration takes a second for each request."""
 ONE = Shape(engines=1, gpus=4)
 MACHINE = {"gpus": "8xH100", "model": "Qwen2.5-7B"}
@@ -93,7 +93,7 @@ def test_the_last_response_continues_on_an_engine_of_all_gpus():
 
 
 def test_a_moved_request_has_its_prompt_and_tokens_prefilled_again():
-    costs = ONE_SECOND.model_copy(update={"prefill_per_token_s": 0.01})
+    costs = with_terms(ONE_SECOND, prefill_per_token_s=0.01)
     key = (0, "p1", 0, 0)
     rule = lambda state: [Move(key=key, worker=0)] if len(state) == 1 else []  # noqa: E731
     result, _ = planned([10, 30], rule, costs, workers=2, placement="round_robin")
@@ -173,13 +173,13 @@ def test_requests_move_from_the_engine_that_ends_last_to_one_that_has_none():
 
 def test_seers_buffer_is_a_planner_too():
     trace = log_normal(prompts=8, group_size=8, rl_steps=2, median=120, cap=600, workers=4)
-    costs = FREE.model_copy(update={"base_s": 0.01, "per_request_s": 1e-4})
+    costs = with_terms(FREE, base_s=0.01, per_request_s=1e-4)
     for room, chunk in ((None, 300), (4000, 300), (2500, 600)):
-        how = {"costs": costs.model_copy(update={"kv_capacity_tokens": room}), "workers": 4}
+        how = {"costs": with_terms(costs, kv_capacity_tokens=room), "workers": 4}
         fed = simulate(trace, "none", admission=SharedBuffer(chunk_tokens=chunk), **how)
         asked = simulate(trace, "none", planner=BufferPlanner(chunk_tokens=chunk), **how)
         assert asked.makespan_s == pytest.approx(fed.makespan_s, rel=0.01 if room else 1e-12)
-    few = {"costs": costs.model_copy(update={"max_num_seqs": 2}), "workers": 4}
+    few = {"costs": with_terms(costs, max_num_seqs=2), "workers": 4}
     begun = simulate(trace, "none", planner=BufferPlanner(), **few)
     assert begun.makespan_s < 0.95 * simulate(trace, "none", **few).makespan_s
 

@@ -29,7 +29,7 @@ from tltlab.sim.placement import PLACEMENTS, place
 from tltlab.state import Choice
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from ..workloads import COSTS, HALF, Ruled, counterfactuals, requests_of
+from ..workloads import COSTS, HALF, Ruled, counterfactuals, requests_of, with_terms
 from .slow_oracle import expected, finish_times
 
 SECONDS = st.floats(0, 1e-2)
@@ -37,7 +37,7 @@ H100 = load_costs("h100-qwen2.5-7b")
 assert isinstance(H100, RooflineCosts)
 # It computes so slowly that the knee lies at 16 tokens.
 SLOW = Gpu(name="slow", hbm_bytes_per_s=1e12, peak_flops=16e12, link_bytes_per_s=1e11, memory_bytes=80e9)
-ROOFLINE = H100.model_copy(update={"gpu": SLOW})
+ROOFLINE = with_terms(H100, gpu=SLOW)
 PLAIN = load_policy("none")
 CHAINS = (Strategy.chain("ngram", 2), Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))
 
@@ -232,13 +232,6 @@ def test_replayed_acceptance_takes_the_time_of_its_iterations(req, cost, thresho
     assert_agree(req, cost, acceptance, lambda r: Batch(r, Replayed(r, acceptance)), threshold, gain=recorded)
 
 
-@HALF
-@given(requests(), costs(), ALPHAS, THRESHOLDS, st.integers(2, 4))
-def test_a_decision_block_holds_until_something_happens(req, cost, alpha, threshold, block):
-    whole = cost.model_copy(update={"max_num_batched_tokens": None})
-    assert_agree(req, whole, GeometricAcceptance(alpha=alpha), FluidBatch, threshold, decision_block=block)
-
-
 INNER = st.one_of(
     st.builds(lambda chain: lambda: Fixed(chain), st.sampled_from(CHAINS)),
     st.builds(
@@ -254,17 +247,18 @@ ACTIVATIONS = st.fixed_dictionaries({
 })  # fmt: skip
 
 
-@given(requests(), costs(), ALPHAS, INNER, ACTIVATIONS, FLUID, ASKED, st.integers(1, 3))
+@given(requests(), costs(), ALPHAS, INNER, st.none() | ACTIVATIONS, FLUID, ASKED, st.integers(1, 4))
 def test_elastic_activation_takes_the_time_of_its_iterations(req, cost, alpha, inner, activation, batch, ahead, block):
-    # One worker, so that the batch falls through every border.
+    # A choice for a block of iterations holds until something happens. With one worker the batch falls through every
+    # border.
     if block > 1:
-        cost, ahead = cost.model_copy(update={"max_num_batched_tokens": None}), None
+        cost, ahead = with_terms(cost, max_num_batched_tokens=None), None
     assert_agree(
         req,
         cost,
         GeometricAcceptance(alpha=alpha),
         batch,
-        lambda: ElasticActivation(inner(), **activation),
+        lambda: inner() if activation is None else ElasticActivation(inner(), **activation),
         workers=1,
         ahead=ahead,
         decision_block=block,
@@ -319,7 +313,7 @@ def test_outcomes_held_back_come_after_as_many_choices(length, delay):
 @pytest.mark.parametrize("hold", [0, 10])
 def test_choices_that_stay_pass_many_iterations(hold, sampled, capacity):
     lengths = np.random.default_rng(0).lognormal(5.0, 0.8, 96).astype(int) + 1
-    req, cost = requests_of(lengths.tolist()), COSTS.model_copy(update={"kv_capacity_tokens": capacity})
+    req, cost = requests_of(lengths.tolist()), with_terms(COSTS, kv_capacity_tokens=capacity)
     made, num_steps = [], []
     for wrap in (lambda inner: inner, Unstayed):
         inner = BatchTable([(1, CHAINS[1]), (4, CHAINS[0])])
@@ -357,7 +351,7 @@ class Noted(IdleUse):
 @pytest.mark.parametrize("capacity", [None, 150])
 def test_a_clock_of_its_own_changes_nothing(sampled, capacity, monkeypatch):
     req = requests_of([7, 30, 12, 55, 3, 41, 9], [5] * 7, cap=64, group=2)
-    cost, acceptance = COSTS.model_copy(update={"kv_capacity_tokens": capacity}), GeometricAcceptance(alpha=0.6)
+    cost, acceptance = with_terms(COSTS, kv_capacity_tokens=capacity), GeometricAcceptance(alpha=0.6)
     outcomes = []
     for is_apart in (True, False):
         monkeypatch.setattr(Gains, "is_apart", is_apart)

@@ -1,7 +1,6 @@
 """What training logs tell of an engine: a console log as verl writes it, of simulated rollouts, and others."""
 
 import json
-import numbers
 
 import numpy as np
 import pandas as pd
@@ -19,14 +18,10 @@ from tltlab.sim.simulate import simulate
 from tltlab.sim.verification.training_log import fit_log, is_log, verify_log
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+from ..workloads import console_line
+
 ENGINE = "vllm:H100:Llama-3.1-8B"
 NUM, CAP, WORKERS, LEVEL, OUTSIDE_S = 128, 4096, 4, 1.2, 5.0
-
-
-def console_line(step, metrics):
-    """verl's `LocalLogger`: `concat_dict_to_str` of utils/logger/aggregate_logger.py."""
-    told = [f"{key}:{value:.3f}" for key, value in metrics.items() if isinstance(value, numbers.Number)]
-    return " - ".join([f"step:{step}", *told])
 
 
 def lengths_of(step):
