@@ -182,9 +182,10 @@ def measured(arguments: Sequence[str], folder: Path, timeout_s: float) -> dict[s
 
 def text(result: Mapping[str, Any]) -> str:
     """A table for people, what grows how, and what was left out and why."""
-    rows = [{"more": f"> {row['more_than_s']:g}" if row["more_than_s"] else None, **row} for row in result["rows"]]
-    for row in rows:
-        row["seconds"] = row["more"] or f"{row['wall_s']:.2f}"
+    rows = [
+        row | {"seconds": f"> {row['more_than_s']:g}" if row["more_than_s"] else f"{row['wall_s']:.2f}"}
+        for row in result["rows"]
+    ]
     parts = (
         Table(
             "rows",

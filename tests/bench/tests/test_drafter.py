@@ -38,10 +38,6 @@ def iteration(rl_step, accepted, *, drafted=None, worker=0, **more):
     }  # fmt: skip
 
 
-def numbered(rows):
-    return [{"iteration": n, **row} for n, row in enumerate(rows)]
-
-
 def test_live_drafts_are_learned_and_of_full_depth():
     rows = [
         iteration(0, [4, 0, 1]),
@@ -50,7 +46,7 @@ def test_live_drafts_are_learned_and_of_full_depth():
         iteration(0, [], drafted=0, drafter=None, draft_depth=0),
         iteration(1, [3]),
     ]
-    found = live_drafts(trace_of(iterations=numbered(rows)), "learned")
+    found = live_drafts(trace_of(iterations=[{"iteration": n, **row} for n, row in enumerate(rows)]), "learned")
     assert found == [
         AcceptedDrafts(rl_step=0, drafts=3, kept=(2, 1, 1, 1)),
         AcceptedDrafts(rl_step=1, drafts=1, kept=(1, 1, 1, 0)),

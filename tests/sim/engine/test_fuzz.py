@@ -30,7 +30,7 @@ from tltlab.traces.trace import Trace
 
 from ...traces_of_lengths import of_lengths
 from .. import workloads
-from ..workloads import FEW, HALF
+from ..workloads import FEW, HALF, assert_above_its_bounds, with_terms
 
 CAPACITY_TOKENS = st.integers(420, 2000)
 SECONDS = st.sampled_from([0.0, 1e-6, 1e-4, 1e-2])
@@ -151,11 +151,6 @@ def cases(draw, acceptances=ACCEPTANCES, modes=("fluid",)):
     )
 
 
-def stays_above_its_bounds(result):
-    for rollout, *bounds_s in zip(result.rollouts, *result.bounds_s(), strict=True):
-        assert bounds_s[0] <= bounds_s[1] <= rollout.makespan_s * (1 + 1e-9)
-
-
 def spans_and_iterations_add_up(case, policy, result):
     trace, rollout = result.trace, result.rollouts[0]
     close = max(1.0, rollout.makespan_s) * 1e-9
@@ -196,7 +191,7 @@ def is_the_same(one, other):
 @given(cases(modes=("fluid", "sampled")), POLICIES)
 def test_any_scenario_is_bounded_adds_up_and_repeats(case, policy):
     result = case.simulate(policy)
-    stays_above_its_bounds(result)
+    assert_above_its_bounds(result)
     spans_and_iterations_add_up(case, policy, result)
     is_the_same(result.trace, case.simulate(policy).trace)
 
@@ -209,7 +204,7 @@ def asked_every_time(policy):
         selector.memoryless = False
         return selector
 
-    return policy.model_copy(update={"selector": CustomSpec.holding(build)})
+    return with_terms(policy, selector=CustomSpec.holding(build))
 
 
 @FEW
@@ -223,7 +218,7 @@ def test_closed_form_is_engine_asked_again_and_again(case, policy):
     assert quick.first_token_s == pytest.approx(slow.first_token_s, rel=1e-9)
 
 
-COSTS = workloads.COSTS.model_copy(update={"prefill_per_token_s": 1e-6, "far_token_s": 1e-5})
+COSTS = with_terms(workloads.COSTS, prefill_per_token_s=1e-6, far_token_s=1e-5)
 CHAIN = load_policy("learned:4")
 TABLE = table_of((1, Strategy.chain("learned", 6)), (4, Strategy.chain("learned", 2)), (9, NO_SPECULATION))
 LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=24)

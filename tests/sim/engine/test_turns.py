@@ -22,10 +22,10 @@ from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
-from ..workloads import COSTS
+from ..workloads import COSTS, assert_above_its_bounds, with_terms
 from ..workloads import ONE_SECOND as SECOND
 
-PREFILL = SECOND.model_copy(update={"prefill_per_token_s": 0.1})
+PREFILL = with_terms(SECOND, prefill_per_token_s=0.1)
 
 
 def trace_of(*responses, **columns):
@@ -101,8 +101,7 @@ def test_cached_tokens_are_evicted_for_running_requests():
     """The other response grows to 100 tokens beside the 30 that the first turn left: of 120 it leaves them 19."""
     trace = trace_of([(20, 10, 0.0), (30, 2, 50.0)], [(40, 60, 0.0)])
     roomy, tight = (
-        simulate(trace, costs=SECOND.model_copy(update={"kv_capacity_tokens": room})).summary["multi_turn"]
-        for room in (1000, 120)
+        simulate(trace, costs=with_terms(SECOND, kv_capacity_tokens=room)).summary["multi_turn"] for room in (1000, 120)
     )
     assert (roomy["prefilled_tokens"], tight["prefilled_tokens"]) == (60.0, 71.0)
 
@@ -163,12 +162,11 @@ def drawn():
 @pytest.mark.parametrize("acceptance", ["constant:2", "geometric:0.6"])
 @pytest.mark.parametrize("mode", ["fluid", "sampled"])
 def test_no_policy_undercuts_bound_and_all_tokens_come(drawn, mode, acceptance):
-    costs = COSTS.model_copy(update={"kv_capacity_tokens": 1000, "max_num_batched_tokens": 256})
+    costs = with_terms(COSTS, kv_capacity_tokens=1000, max_num_batched_tokens=256)
     for policy in ("none", "table", "beg-mab"):
         result = simulate(drawn, policy, costs=costs, mode=mode, acceptance=acceptance, max_tools=3)
         assert result.summary["regret"] >= -1e-9
-        for rollout, *bounds_s in zip(result.rollouts, *result.bounds_s(), strict=True):
-            assert bounds_s[0] <= bounds_s[1] <= rollout.makespan_s * (1 + 1e-9)
+        assert_above_its_bounds(result)
         outcomes = result.trace.outcomes
         assert outcomes["response_tokens"].sum() == drawn.outcomes["response_tokens"].sum()
         order = outcomes.sort_values(["rl_step", "prompt_id", "sample", "turn"])
@@ -179,7 +177,7 @@ def test_no_policy_undercuts_bound_and_all_tokens_come(drawn, mode, acceptance):
 def test_every_system_runs_on_responses_of_several_turns(drawn):
     table = compare(drawn, systems="all", costs=SECOND, acceptance="all=geometric:0.6", decision_block=16)
     table = table.set_index("system")
-    assert set(table.index) == set(SYSTEMS)
+    assert set(table.index) == set(SYSTEMS) - {"pat"}
     # A mean over RL steps of tokens per second: that of the trace's own tokens where these are what is trained on.
     tokens = drawn.outcomes.groupby("rl_step")["response_tokens"].sum().to_numpy()
     verl = tokens / [rollout.makespan_s for rollout in simulate(drawn, costs=SECOND).rollouts]

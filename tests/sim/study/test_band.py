@@ -11,7 +11,6 @@ from tests.core.conftest import shared_data  # noqa: F401
 from tltlab.acceptance.base import GeometricAcceptance, Scaled
 from tltlab.acceptance.load import DEFAULTS, load_acceptance
 from tltlab.costs.evidence import Evidence
-from tltlab.costs.linear import LinearCosts
 from tltlab.costs.profiles import profiles
 from tltlab.policies.policy import load_policy
 from tltlab.sim.scenario import Scenario
@@ -29,14 +28,15 @@ from tltlab.sim.study.band import (
 from tltlab.sim.study.what_if import what_if
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from ..workloads import grouped
+from ..workloads import FREE, grouped, with_terms
 
 RNG = np.random.default_rng(0)
 LENGTHS = np.minimum(RNG.lognormal(5.5, 1, (12, 32)).astype(int) + 1, 2000)
-LINEAR = LinearCosts(base_s=8e-3, per_request_s=1e-5, per_token_s=1e-5, per_context_s=1e-9, sd_base_s=1e-3, sd_idle_s=0,
-                     draft_level_s=5e-4, draft_level_per_request_s=0, prefill_per_token_s=0)  # fmt: skip
+LINEAR = with_terms(
+    FREE, base_s=8e-3, per_request_s=1e-5, per_token_s=1e-5, per_context_s=1e-9, sd_base_s=1e-3, draft_level_s=5e-4
+)
 ERRORS = {"RL steps": (0.005, 0.01), "RL steps, speculating": (0.01, 0.02)}
-MEASURED = LINEAR.model_copy(update={"evidence": Evidence(engine="mine", left_out=ERRORS)})
+MEASURED = with_terms(LINEAR, evidence=Evidence(engine="mine", left_out=ERRORS))
 FAST = {"systems": "verl", "workers": 2}
 
 
@@ -122,7 +122,7 @@ def test_overhead_errors_move_deep_drafts_most():
 
 
 def test_a_table_without_drafts_has_a_range():
-    dear = LINEAR.model_copy(update={"sd_base_s": 1.8e-2})
+    dear = with_terms(LINEAR, sd_base_s=1.8e-2)
     found = what_if(LENGTHS, costs=dear, **FAST)
     assert not any(answer.drafts for answer in found.answers)
     for answer, gains in zip(found.answers, (False, True), strict=True):

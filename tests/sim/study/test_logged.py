@@ -15,12 +15,13 @@ from tltlab.sim.study.sample import Scenarios
 from tltlab.sim.study.what_if import what_if
 from tltlab.strategy import Strategy
 
-from ..workloads import typed
+from ..workloads import console_line, typed
 
 ROLLOUT_S, STEP_S = 60.0, 600.0
 MEAN_SCALE = 1.05625
 """Mean over RL steps of what all figures of a log are multiplied with."""
 FAST = {"systems": "verl,vllm-dynamic"}
+DRAFTING = {"mean_acceptance_length": lambda step: 2.5, "draft_acceptance_rate": lambda step: 0.5}
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def log(tmp_path):
                 "timing_s/update_actor": 120.0 * scale, "timing_s/step": STEP_S * scale,
             }  # fmt: skip
             values |= {f"spec_decode/{name}": value(step) for name, value in metrics.items()}
-            lines.append(f"step:{step} - " + " - ".join(f"{name}:{value:.4f}" for name, value in values.items()))
+            lines.append(console_line(step, values))
         path = tmp_path / "verl.log"
         path.write_text("\n".join(lines) + "\n")
         return path
@@ -66,7 +67,7 @@ def test_lengths_alone_have_the_share_of_assumed_stages():
 
 
 def test_a_drafting_log_is_its_own_baseline(log):
-    path = log(mean_acceptance_length=lambda step: 2.5, draft_acceptance_rate=lambda step: 0.5)
+    path = log(**DRAFTING)
     drafting = LoggedDrafting.of(read(path))
     assert drafting is not None
     assert (drafting.strategy, drafting.mean_accept_length) == (Strategy.chain("learned", 3), pytest.approx(2.5))
@@ -101,7 +102,7 @@ def test_a_draft_of_one_token_may_be_none(log):
 
 
 def test_rollouts_drafted_as_logged_take_the_logs_seconds(log):
-    path = log(mean_acceptance_length=lambda step: 2.5, draft_acceptance_rate=lambda step: 0.5)
+    path = log(**DRAFTING)
     run = LoggedRun.of(Scenarios(read(path), SimulationConfig(gpus="8xH100")))
     steps = run.scenarios.run
     assert run.seconds(steps).mean() == pytest.approx(ROLLOUT_S * MEAN_SCALE, rel=1e-6)
@@ -111,7 +112,7 @@ def test_rollouts_drafted_as_logged_take_the_logs_seconds(log):
 
 
 def test_compare_has_the_logs_acceptance_and_stages(log, capsys):
-    path = log(mean_acceptance_length=lambda step: 2.5, draft_acceptance_rate=lambda step: 0.5)
+    path = log(**DRAFTING)
     asked = ("--gpus", "8xH100", "--systems", "verl,vllm-dynamic")
     found, systems = (json.loads(typed(capsys, name, path, *asked, "--json")[1]) for name in ("what-if", "compare"))
     rows = {row["system"]: row for row in found["systems"]}

@@ -16,6 +16,7 @@ from tltlab.traces.trace import read
 from ...traces_of_lengths import of_lengths
 
 TRACES = Path(__file__).parents[3] / "traces"
+LENGTHS, RECORDED = TRACES / "base-rl-16k", TRACES / "subset-sum-small"
 ON_H100 = {"costs": "h100-qwen2.5-7b", "rl_steps": [0]}
 
 
@@ -49,7 +50,7 @@ def test_a_rollout_on_one_gpu_loses_to_scheduling_and_drain(played):
 
 
 def test_what_no_policy_can_avoid_is_never_negative(played):
-    for found in (played, waterfall(TRACES / "tiny"), waterfall(TRACES / "base-rl-16k", "table", **ON_H100,
+    for found in (played, waterfall(TRACES / "tiny"), waterfall(LENGTHS, "table", **ON_H100,
                                                                   acceptance="ngram=0.6,learned=0.7")):  # fmt: skip
         inevitable = [name for name in ("bound", "drafting", "synchronous tax", "drain") if name in found.table]
         assert (found.table[inevitable] >= 0).all(axis=None)
@@ -57,41 +58,37 @@ def test_what_no_policy_can_avoid_is_never_negative(played):
 
 def test_simulated_steps_lead_from_the_bound_to_what_simulate_says():
     asked = ON_H100 | {"acceptance": "ngram=geometric:0.6", "placement": "round_robin"}
-    found, result = waterfall(TRACES / "base-rl-16k", "table", **asked), tltlab.simulate(
-        TRACES / "base-rl-16k", "table", **asked
+    found, result = waterfall(LENGTHS, "table", **asked), tltlab.simulate(
+        LENGTHS, "table", **asked
     )  # fmt: skip
     of = seconds(found)
     assert not found.measured
     assert found.makespan_s == pytest.approx(result.makespan_s, rel=1e-12)
     assert of["bound"] + of.get("drafting", 0.0) == pytest.approx(result.summary["lower_bound_s"], rel=1e-9)
     assert of.keys() == {"bound", "drafting", "drain", "placement", "choice of depth", "switches"}
-    assert "placement" not in seconds(
-        waterfall(TRACES / "base-rl-16k", "table", **asked | {"placement": "longest_first"})
-    )
+    assert "placement" not in seconds(waterfall(LENGTHS, "table", **asked | {"placement": "longest_first"}))
 
 
 def test_each_step_is_what_its_one_change_adds():
     fresh = {"kind": "fresh", "base": {"kind": "geometric", "alpha": 0.7}, "drafter": "learned"}
-    noisy = Scenario.of(TRACES / "subset-sum-small", rl_steps=[0]).costs
+    noisy = Scenario.of(RECORDED, rl_steps=[0]).costs
     terms = {"sd_base_s": 1e-4, "sd_idle_s": 1e-4, "draft_level_s": 1e-3, "draft_level_per_request_s": 1e-5}
     costs = noisy.model_copy(update=terms | {"switch_s": 0.02, "per_token_s": 1e-5})
     asked = {"costs": costs, "acceptance": fresh, "rl_steps": [4, 5], "mode": "sampled"}
-    of = seconds(waterfall(TRACES / "subset-sum-small", "learned:4@8", **asked))
+    of = seconds(waterfall(RECORDED, "learned:4@8", **asked))
     assert {"drafting", "acceptance lost to age", "switches", "noise"} <= of.keys()
     assert of["acceptance lost to age"] > 0
     assert of["switches"] == pytest.approx(0.02), "the worker that ends last drafts once fewer are left"
     assert noisy.noise is not None
     dearer = costs.model_copy(update={"draft_level_s": 2e-3})
-    assert seconds(waterfall(TRACES / "subset-sum-small", "learned:4@8", **asked | {"costs": dearer}))["drafting"] > (
-        1.3 * of["drafting"]
-    )
+    assert seconds(waterfall(RECORDED, "learned:4@8", **asked | {"costs": dearer}))["drafting"] > (1.3 * of["drafting"])
 
 
 def test_a_drafter_of_another_kind_is_a_step_of_its_own():
     asked = ON_H100 | {"acceptance": "learned=0.8,ngram=0.3"}
-    of = seconds(waterfall(TRACES / "base-rl-16k", "ngram:2", **asked))
+    of = seconds(waterfall(LENGTHS, "ngram:2", **asked))
     assert of["choice of drafter"] > of["choice of depth"] > 0
-    assert "choice of drafter" not in seconds(waterfall(TRACES / "base-rl-16k", "none", **asked))
+    assert "choice of drafter" not in seconds(waterfall(LENGTHS, "none", **asked))
 
 
 def test_a_budget_and_whole_tokens_are_no_obstacle(monkeypatch):
@@ -147,4 +144,4 @@ def test_a_report_has_the_waterfall_of_each_policy():
     assert "synchronous tax 0.973 s" in pictures.pictures[-1].alt
     assert [row[0] for row in table.rows][:3] == ["bound", "drafting", "synchronous tax"]
     assert "--no-verify" in waterfall_part(trace, compute=False).reason
-    assert "recorded" in waterfall_part(read(TRACES / "base-rl-16k"), compute=True).reason
+    assert "recorded" in waterfall_part(read(LENGTHS), compute=True).reason
