@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, count, product
 
 import numpy as np
@@ -142,9 +142,7 @@ def simulated(small, rule="last", placement="round_robin"):
     return result.makespan_s, *result.scenario.bounds_s(small.strategies)[:, 0]
 
 
-def costs(**terms):
-    """A cost model in which what is not named is free."""
-    return with_terms(FREE, **terms)
+costs = partial(with_terms, FREE)
 
 
 def small(*lengths, workers=1, prompt=2, **terms):
@@ -322,15 +320,11 @@ def test_a_bound_follows_acceptance_that_falls_with_context(acceptance, lengths)
     scenario = Scenario.of(trace, costs=COSTS, acceptance=acceptance, workers=len(lengths))
     for strategies in ((CHAIN,), BOTH):
         bound_s, _ = scenario.bounds_s(strategies)
-        rollout_s = min(simulate_s(scenario, strategies, strategy) for strategy in strategies)
+        policies = [Handing(*strategies, rule=lambda state, s=s: s, memoryless=True) for s in strategies]
+        rollout_s = min(scenario.rollouts(policy)[0].makespan_s for policy in policies)
         assert bound_s <= rollout_s * CLOSE
         if len(strategies) == 1:
             assert bound_s > 0.97 * rollout_s
-
-
-def simulate_s(scenario, strategies, strategy):
-    (rollout,) = scenario.rollouts(Handing(*strategies, rule=lambda state: strategy, memoryless=True))
-    return rollout.makespan_s
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tltlab.traces import metrics
 from tltlab.traces.lanes import lanes
 from tltlab.traces.trace import read
 
-from .workloads import HALF, TINY
+from .workloads import HALF, TINY, with_terms
 
 STAGES_OF_TWO = StageCosts(
     inference=InferenceCosts(base_s=1.0), reward=RewardCosts(base_s=0.5), train=TrainCosts(base_s=4.0),
@@ -82,7 +82,7 @@ def test_colocated_stages_follow_each_other():
     ],
 )
 def test_each_stage_takes_what_its_costs_say(terms, options, stage, seconds):
-    result = run_steps(rollouts([10.0, 2.0]), STAGES_OF_TWO.model_copy(update=terms), **options)
+    result = run_steps(rollouts([10.0, 2.0]), with_terms(STAGES_OF_TWO, **terms), **options)
     assert result.steps[stage].tolist() == [seconds]
     engine = [kind for kind in result.spans["detail"].fillna("") if kind.startswith("engine")]
     assert engine == (["engine sleeps", "engine wakes"] * (seconds == 3.25))
@@ -156,7 +156,7 @@ def test_a_streaming_trainer_takes_groups_as_they_finish():
 @pytest.mark.parametrize(("reward_s", "begins_s"), [(0.0, 1.0), (0.75, 2.0)])
 def test_a_slower_trainer_never_waits_between_groups(reward_s, begins_s):
     """Groups whole at 1 s and 2 s, graded 0.75 s a response one by one: the first one's are at 2 s."""
-    costs = STREAM.model_copy(update={"reward": RewardCosts(per_response_s=reward_s)})
+    costs = with_terms(STREAM, reward=RewardCosts(per_response_s=reward_s))
     streamed = run_steps(groups_of(0.5, 1.0, 1.5, 2.0), costs, topology=Separate(), streamed=True)
     assert streamed.step_s == pytest.approx(begins_s + 9 + 0.25)
 
@@ -290,7 +290,7 @@ EMPTY.rollouts[0].requests.rows = EMPTY.rollouts[0].requests.rows.iloc[:0]
         (rollouts(), STAGES_OF_TWO, {}, ("rollout",)),
         (rollouts([]), STAGES_OF_TWO, {}, ("workers",)),
         (EMPTY, STAGES_OF_TWO, {}, ("responses",)),
-        (rollouts([1.0]), STAGES_OF_TWO.model_copy(update={"reward": None}), {}, ()),
+        (rollouts([1.0]), with_terms(STAGES_OF_TWO, reward=None), {}, ()),
         (rollouts([1.0]), StageCosts(num_gpus=8), {"topology": Colocated(gpus_per_worker=3)}, ("8",)),
         (rollouts([1.0]), StageCosts(num_gpus=8), {"topology": Separate(train_gpus=4)}, ("8",)),
         # GPUs that all generate cannot train meanwhile.

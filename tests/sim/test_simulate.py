@@ -303,8 +303,6 @@ def test_the_command_simulates_whole_rl_steps(tmp_path, capsys, as_json):
     assert (steps["train_s"] > 0).all()
     command(tmp_path / "t", costs="cpu-small", stages="cpu-small", topology="separate", max_staleness=1)
     assert json.loads(capsys.readouterr().out)["step_s"] < whole["step_s"]
-    with refused(ConfigError, naming=("moon",)):
-        command(tmp_path / "t", costs="cpu-small", stages="cpu-small", topology="moon")
 
 
 def test_a_lower_cap_cuts_and_is_in_the_trace():

@@ -9,9 +9,11 @@ from tltlab.lengths.generate import log_normal
 from tltlab.sim import simulate
 from tltlab.sim.engine.random_numbers import NoiseDraws
 
+from ..workloads import with_terms
+
 TRACE = log_normal(prompts=6, group_size=4, rl_steps=2, median=150, cap=1000, workers=2)
 NOISE = IterationNoise(ratios=(0.5, 0.75, 1.0, 1.75), blocks=(Block(iterations=16, share=0.6),))
-NOISY = COSTS.model_copy(update={"noise": NOISE})
+NOISY = with_terms(COSTS, noise=NOISE)
 OPTIONS = {"acceptance": "geometric:0.7", "mode": "sampled"}
 
 

@@ -339,9 +339,7 @@ def test_the_timelines_are_of_the_median_step():
         (["--policy-out", "."], "."),
         (["--column", "words"], "'words'"),
         (["--cap", "7"], "maximum of 7"),
-        (["--format", "slime"], "'slime' is not one of 'verl', 'trl'"),
         (["--lists", "words"], "lengths, ids"),
-        (["--tokenizer", "nowhere"], "nowhere"),
         (["--group-size", "0"], "--group-size"),
     ],
 )

@@ -62,7 +62,9 @@ def run(tmp_path_factory):
                         "accept_if_drafted": kept.tolist(),
                     }
                 )  # fmt: skip
-        ends = ends_of(made)
+        # When each worker had nothing left.
+        rows = made.iterations
+        ends = (rows["t_start"] + rows["duration"]).groupby(rows["worker"]).max().tolist()
         rows = spot_rows(QUICK, step, ends, max(ends), rng, noise=0.1) if TRAINED[step] else []
         training += rows
         gained = max((row["updates"] for row in rows), default=0)
@@ -75,20 +77,6 @@ def run(tmp_path_factory):
     )  # fmt: skip
 
 
-def copied(run, folder, **tables):
-    """The same RUN in `folder`, with other tables."""
-    read(run).replace(**tables).write(folder / "trace")
-    (folder / "policies.json").write_text((run / "policies.json").read_text())
-    return folder
-
-
-def ends_of(trace):
-    """When each worker of an RL step had nothing left."""
-    return (
-        (trace.iterations["t_start"] + trace.iterations["duration"]).groupby(trace.iterations["worker"]).max().tolist()
-    )
-
-
 @pytest.fixture(scope="module")
 def found(run):
     return verify(run, samples=2)
@@ -97,7 +85,9 @@ def found(run):
 def test_acceptance_follows_the_drafter_s_state(run, found, tmp_path):
     """The first steps' drafter is untrained: rates of its neighbours, taken as they are, would be too fast."""
     first = found.rows.set_index("rl_step").loc[0]
-    blind = verify(copied(run, tmp_path, acceptance=None), rl_steps=[0], samples=4).rows.iloc[0]
+    read(run).replace(acceptance=None).write(tmp_path / "trace")
+    (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
+    blind = verify(tmp_path, rl_steps=[0], samples=4).rows.iloc[0]
     assert abs(first["error"]) < 0.06
     assert blind["error"] < -0.08
     assert found.median_error < 0.05

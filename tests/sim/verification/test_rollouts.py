@@ -31,13 +31,24 @@ from tltlab.sim.workload import requests_by_step
 from tltlab.traces.metrics import rollout_s
 from tltlab.traces.trace import read
 
-from ..workloads import typed
+from ..workloads import typed, with_terms
 from .recorded import record
 
 CHAIN = load_policy("ngram:3")
 SAMPLED = {"costs": COSTS, "acceptance": "geometric:0.6", "mode": "sampled", "record_iterations": True}
 GCD = Path(__file__).parents[3] / "traces" / "gcd-small"
 SUBSET_SUM = GCD.with_name("subset-sum-small")
+
+
+def lengths(rl_steps):
+    """RL steps of 32 short responses."""
+    return log_normal(prompts=8, group_size=4, rl_steps=rl_steps, median=100, sigma=0.7, cap=400, workers=2)
+
+
+def with_tools(model):
+    """RL steps of 24 responses that call tools."""
+    tools = ToolUse(turns=3.0, tool_s=0.002, observation_tokens=20)
+    return generate(model, num_rl_steps=3, prompts_per_step=6, group_size=4, num_workers=2, tools=tools)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +81,8 @@ def test_a_step_is_never_fitted_on_itself(run):
 
 
 def test_engine_of_few_seats_is_predicted_as_one(tmp_path):
-    source = log_normal(prompts=8, group_size=4, rl_steps=3, median=100, sigma=0.7, cap=400, workers=2)
-    few = COSTS.model_copy(update={"max_num_seqs": 5})
+    source = lengths(3)
+    few = with_terms(COSTS, max_num_seqs=5)
     made = simulate(source, "none", costs=few, record_iterations=True).trace
     found = verify(record(tmp_path, made, "none"), samples=1)
     assert made.iterations["batch"].max() == 5
@@ -79,7 +90,7 @@ def test_engine_of_few_seats_is_predicted_as_one(tmp_path):
 
 
 def test_what_budget_allotted_is_not_shared_out_again(tmp_path):
-    source = log_normal(prompts=8, group_size=4, rl_steps=4, median=100, sigma=0.7, cap=400, workers=2)
+    source = lengths(4)
     budget = LengthAwareBudgetSpec(base_s=4e-3, token_s=2e-4)
     policy = Policy(selector=FixedSpec(strategy="ngram:6"), budget=budget)
     made = simulate(source, policy, **SAMPLED | {"acceptance": "geometric:0.7"}).trace
@@ -87,7 +98,7 @@ def test_what_budget_allotted_is_not_shared_out_again(tmp_path):
 
 
 def test_remembering_drafters_are_fitted_on_equally_new_prompts(tmp_path):
-    source = log_normal(prompts=8, group_size=4, rl_steps=6, median=100, sigma=0.7, cap=400, workers=2)
+    source = lengths(6)
     epoch = (source.workload["rl_step"] >= 3).astype(np.int32)
     source = source.replace(workload=source.workload.assign(epoch=epoch))
     worst = {}
@@ -103,9 +114,7 @@ def test_remembering_drafters_are_fitted_on_equally_new_prompts(tmp_path):
 
 
 def test_turns_return_and_prefixes_match_prefill(tmp_path):
-    tools = ToolUse(turns=3.0, tool_s=0.002, observation_tokens=20)
-    lengths = REGIMES["base-rl"].with_changes(median=60.0, sigma=0.4, max_response_tokens=200)
-    source = generate(lengths, num_rl_steps=3, prompts_per_step=6, group_size=4, num_workers=2, tools=tools)
+    source = with_tools(REGIMES["base-rl"].with_changes(median=60.0, sigma=0.4, max_response_tokens=200))
     found = {}
     for prefix in ("kept", "recomputed"):
         made = simulate(source, "none", costs=COSTS, prefix=prefix, record_iterations=True).trace
@@ -147,8 +156,7 @@ def test_drawn_lengths_come_from_history_and_respect_cap():
     assert set(drawn) <= set(history.outcomes["response_tokens"])
     assert len(drawn) == len(step)
     assert cut.tolist() == np.minimum(drawn, 100).tolist() != drawn.tolist()
-    tools = ToolUse(turns=3.0, tool_s=0.002, observation_tokens=20)
-    turns = generate(REGIMES["base-rl"], num_rl_steps=2, prompts_per_step=6, group_size=4, num_workers=2, tools=tools)
+    turns = with_tools(REGIMES["base-rl"])
     (step,) = requests_by_step(turns, [1])
     again = next(drawn_lengths(step, turns.select([0]), np.random.default_rng(0), "kept"))
     before, after = np.array([(at, then) for at, then in enumerate(again.turns.after) if then >= 0]).T
