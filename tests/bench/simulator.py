@@ -189,10 +189,8 @@ def random_tables(count: int) -> dict[str, Policy]:
     for i in range(count):
         borders = [1, *sorted(rng.choice(np.arange(2, 513), size=3, replace=False).tolist())]
         depths = sorted(rng.choice([0, 1, 2, 3, 4, 6, 8, 12], size=4, replace=False).tolist(), reverse=True)
-        rows = [
-            TableRow(min_batch=b, strategy=Strategy.chain("learned", d)) for b, d in zip(borders, depths, strict=True)
-        ]
-        tables[f"table {i}"] = Policy(selector=TableSpec(rows=tuple(rows)))
+        chains = [Strategy.chain("learned", depth) for depth in depths]
+        tables[f"table {i}"] = table_of(*zip(borders, chains, strict=True))
     return tables
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from pydantic import PrivateAttr
 
+from bench import simulator
 from tltlab.cli.app import main
 from tltlab.costs.linear import LinearCosts
 from tltlab.policies.policy import Policy
@@ -22,10 +23,7 @@ from tltlab.traces.schema import KEY
 FEW = settings(max_examples=settings.default.max_examples // 3)
 HALF = settings(max_examples=settings.default.max_examples // 2)
 """For property tests whose examples take long."""
-COSTS = LinearCosts(
-    base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,
-    draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-5,
-)  # fmt: skip
+COSTS = simulator.COSTS.model_copy(update={"per_request_s": 1e-4, "sd_idle_s": 1e-4, "prefill_per_token_s": 1e-5})
 FREE = LinearCosts.model_validate(dict.fromkeys(COSTS.model_fields_set, 0.0))
 """Nothing costs anything: what a test means to cost it names with `with_terms`."""
 

@@ -33,6 +33,7 @@ from .. import workloads
 from ..workloads import FEW, HALF, assert_above_its_bounds, with_terms
 
 CAPACITY_TOKENS = st.integers(420, 2000)
+TERMS = [name for name in LinearCosts.model_fields if name.endswith("_s")]
 SECONDS = st.sampled_from([0.0, 1e-6, 1e-4, 1e-2])
 PRESETS = ("h100-qwen2.5-7b", "h100-qwen2.5-32b-tp4-table", "a100-qwen2.5-32b-tp4", "cpu-small")
 CHAINS = st.integers(1, 6).flatmap(
@@ -76,7 +77,7 @@ def cost_models(draw):
     }
     if draw(st.booleans()):
         return load_costs(draw(st.sampled_from(PRESETS))).model_copy(update=limits)
-    terms = {name: draw(SECONDS) for name in LinearCosts.model_fields if name.endswith("_s")}
+    terms = {name: draw(SECONDS) for name in TERMS}
     sizes = draw(st.none() | st.lists(st.integers(1, 40), min_size=1, max_size=3))
     # An iteration that takes no time at all would make every rate infinite.
     return LinearCosts.model_validate(terms | limits | {"base_s": 1e-3, "graph_sizes": sizes})
@@ -222,7 +223,6 @@ COSTS = with_terms(workloads.COSTS, prefill_per_token_s=1e-6, far_token_s=1e-5)
 CHAIN = load_policy("learned:4")
 TABLE = table_of((1, Strategy.chain("learned", 6)), (4, Strategy.chain("learned", 2)), (9, NO_SPECULATION))
 LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=24)
-TERMS = [name for name in LinearCosts.model_fields if name.endswith("_s")]
 
 
 @HALF

@@ -70,12 +70,8 @@ def requests(draw):
 
 @st.composite
 def costs(draw):
-    names = (
-        "base_s", "per_request_s", "per_token_s", "sd_base_s", "sd_idle_s", "draft_level_s",
-        "draft_level_per_request_s", "prefill_per_token_s",
-    )  # fmt: skip
     return LinearCosts(
-        **{name: draw(SECONDS) for name in names},
+        **{name: draw(SECONDS) for name in sorted(COSTS.model_fields_set - {"per_context_s"})},
         per_context_s=draw(st.sampled_from([0.0, 1e-6, 1e-3])),
         kv_capacity_tokens=draw(st.none() | st.integers(90, 200)),
         max_num_seqs=draw(st.none() | st.integers(1, 4)),
@@ -154,12 +150,8 @@ THRESHOLDS = st.tuples(st.integers(0, 6), st.integers(0, 12), st.sampled_from(["
 ALPHAS, SEEDS, ASKED = st.floats(0, 1), st.integers(0, 9), st.sampled_from([None, True])
 
 
-def expected_gains(requests):
-    """The general batch, of which `FluidBatch` is an optimisation."""
-    return Batch(requests, Expected())
-
-
-FLUID = st.sampled_from([FluidBatch, expected_gains])
+FLUID = st.sampled_from([FluidBatch, lambda requests: Batch(requests, Expected())])
+"""The general batch too, of which `FluidBatch` is an optimisation."""
 
 
 @given(
