@@ -432,18 +432,6 @@ def test_a_killed_trainer_continues_from_its_checkpoint(story):
     assert [(e["rl_step"], e["worker"]) for e in story.logged() if "failed" in e["event"]][-1] == (story.rl_step, 2)
 
 
-def test_a_member_killed_in_mid_exchange_stops_nobody(story):
-    story.trains(1, 2, more=5)
-    story.kill(2)
-    at = story.updates(1)
-    until(lambda: story.updates(1) > at + 10)
-    story.ends()
-    ended = [(row["worker"], row["ended"]) for row in story.rows["spot_training"]]
-    assert ended.count((2, "killed")) == 1
-    assert not [worker for worker, how in ended if how == "failed"]
-    assert story.run.served.updates > at
-
-
 @pytest.fixture
 def impatient(story):
     """The coordinator and the trainers wait for `HANGING_S` only."""
@@ -460,6 +448,22 @@ def impatient(story):
     set_config()
 
 
+@pytest.mark.parametrize(("how", "said"), [(signal.SIGKILL, "worker 2"), (signal.SIGSTOP, "3 s")])
+def test_a_lost_member_stops_nobody(story, impatient, how, said):
+    """It is killed in mid-exchange, or answers no call."""
+    impatient(gone_after_s=3.0)
+    story.trains(1, 2, more=5)
+    story.restarted(2, story.kill(2, how))
+    at = story.updates(1)
+    until(lambda: story.updates(1) > at + 10)
+    story.ends()
+    assert story.heard(said)
+    ended = [(row["worker"], row["ended"]) for row in story.rows["spot_training"]]
+    assert ended.count((2, "killed")) == 1
+    assert not [worker for worker, how in ended if how == "failed"]
+    assert story.run.served.updates > at
+
+
 def test_a_hanging_trainer_is_killed_at_the_bound(story, impatient):
     impatient(yield_timeout_s=HANGING_S)
     start, hanging = story.trains(1, 2, more=5), story.kill(2, signal.SIGSTOP)
@@ -468,25 +472,13 @@ def test_a_hanging_trainer_is_killed_at_the_bound(story, impatient):
     assert not alive(hanging)
     story.restarted(2, hanging)
     assert story.run.served.updates > start, "what the others have is used"
-    ended = {row["worker"]: row["ended"] for row in story.rows["spot_training"]}
-    assert ended == {1: "stopped", 2: "killed"}
-    (lost,) = (row for row in story.rows["spot_training"] if row["ended"] == "killed")
+    stopped, lost = sorted(story.rows["spot_training"], key=lambda row: row["worker"])
+    assert [(row["worker"], row["ended"]) for row in (stopped, lost)] == [(1, "stopped"), (2, "killed")]
+    assert "hangs" in stopped["detail"], "members wait for one another half as long"
     assert lost["t_start"] + lost["duration"] > HANGING_S
-    assert (lost["term"], lost["updates"]) == (story.rows["spot_training"][0]["term"], 0)
-    assert lost.keys() == story.rows["spot_training"][0].keys()
+    assert (lost["term"], lost["updates"]) == (stopped["term"], 0)
+    assert lost.keys() == stopped.keys()
     assert story.heard("10 s")
-
-
-def test_a_trainer_that_answers_no_call_is_killed(story, impatient):
-    impatient(gone_after_s=3.0)
-    story.trains(1, 2, more=5)
-    hanging = story.kill(2, signal.SIGSTOP)
-    story.restarted(2, hanging)
-    at = story.updates(1)
-    until(lambda: story.updates(1) > at + 10)
-    story.ends()
-    assert story.heard("3 s")
-    assert (2, "killed") in [(row["worker"], row["ended"]) for row in story.rows["spot_training"]]
 
 
 def test_a_hanging_idle_trainer_holds_nobody_up(story, monkeypatch):
@@ -638,12 +630,10 @@ def boast(trainer):
 @pytest.mark.parametrize(
     ("overrides", "facts"),
     [
-        ("drafter.checkpoint=/no/such/head", ()),
         ("drafter.checkpoint=FOLDER/wide", ("hidden_size", "32")),
         ('drafter.loss={"kind":"eagle3"} drafter.checkpoint=FOLDER/eagle', ("eagle3",)),
         ("drafter.fallback=oracle", ("oracle", "model-free")),
         ('rollout.drafters.other={"kind":"learned","method":"eagle","model":"x"}', ()),
-        ('drafter.schedule={"kind":"sometimes"}', ()),
         ("drafter.endpoint=tcp://10.0.0.7:5555", ("drafter.endpoint",)),
     ],
 )

@@ -363,29 +363,3 @@ def test_what_is_kept_beside_the_buffer_is_bounded(bench):
     assert 1 < len(trainer._heldout) <= 3
     assert 1 < len(trainer._prompts) <= 7
     assert trainer._prompt_bytes == sum(prompt.nbytes for prompt in trainer._prompts.values()) <= most
-
-
-def test_others_continue_without_a_hanging_member(bench):
-    # Members wait for one another half as long as the coordinator waits for them.
-    soon = CONFIG.model_copy(update={"coordinator": CoordinatorConfig(yield_timeout_s=6.0)})
-    here, hanging = bench.add(1, soon), bench.add(2, soon)
-    bench.begin(0)
-    for worker in (1, 2):
-        bench.teach(worker, sequences())
-        bench.idle(worker)
-    until(lambda: min(here.training.updates, hanging.training.updates) > 3)
-    update, wakes = hanging.training.update, threading.Event()
-
-    def late(*args, **kwargs):
-        wakes.wait(400)
-        return update(*args, **kwargs)
-
-    hanging.training.update = late
-    try:
-        until(lambda: here.training.updates > hanging.training.updates + 5)
-    finally:
-        wakes.set()
-    bench.ends()
-    (row,) = here._rows
-    assert (row["ended"], row["members"]) == ("stopped", 2)
-    assert "hangs" in row["detail"]

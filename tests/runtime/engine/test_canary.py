@@ -40,13 +40,17 @@ def plain(engine):
     return PLAIN
 
 
-def test_a_sound_drafter_is_found_fine(engine, plain):
+def test_a_sound_drafter_is_found_fine_and_looked_at_after_a_wake(engine, plain):
     assert texts(generate(engine)) == plain
     report = engine.drafter_report()
     assert [verdict.kind for verdict in report.verdicts] == ["fine"]
     assert (report.drafter, report.serves, report.age) == ("learned", True, 0)
     assert min(chance or 0 for chance in report.measured) > 0.95
     assert report.positions["learned"].drafted[0] >= report.positions["learned"].drafted[3] > 100
+    engine.sleep()
+    engine.wake_up()
+    assert texts(generate(engine)) == plain
+    assert ["woke" in v.why for v in engine.drafter_report().verdicts] == [False, True]
 
 
 def test_the_fallback_serves_once_it_collapses(engine, bad, good, plain):
@@ -79,14 +83,6 @@ def test_drafter_that_target_update_leaves_behind_is_found(engine, bad):
     verdict = engine.drafter_report().verdicts[-1]
     assert verdict.kind == "collapsed"
     assert "weights 7" in verdict.why
-
-
-def test_it_looks_again_after_a_wake(engine, plain):
-    generate(engine)
-    engine.sleep()
-    engine.wake_up()
-    assert texts(generate(engine)) == plain
-    assert ["woke" in v.why for v in engine.drafter_report().verdicts] == [False, True]
 
 
 def test_it_stops_where_told_to(engine, bad, good, plain):

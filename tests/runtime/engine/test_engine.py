@@ -5,12 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tltlab.policies.policy import Policy, load_policy
-from tltlab.policies.specs import TableRow, TableSpec
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
 from tltlab.runtime.ray.scratch import scratch_folder
-from tltlab.state import StepState
-from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .asking import fixed, request, timed_by_work
 
@@ -58,18 +54,6 @@ def test_logprobs_are_those_of_model_at_sampling_temperature(roomy, exact):
         p, _ = probabilities(exact.logits(PROMPT, [response.token_ids])[0], SAMPLING)
         logprobs = np.log(p[np.arange(len(p)), response.token_ids])
         assert np.array(response.logprobs) == pytest.approx(logprobs, abs=2e-5)
-
-
-def test_a_policy_file_decides_alike_in_the_engine(roomy, tmp_path):
-    rows = (TableRow(min_batch=1, strategy=Strategy.chain("ngram", 4)), TableRow(min_batch=5, strategy=NO_SPECULATION))
-    Policy(selector=TableSpec(rows=rows)).write(tmp_path / "policy.json")
-    policy = load_policy(tmp_path / "policy.json")
-    roomy.set_policy(policy)
-    on_paper = policy.build(np.random.default_rng(0))
-    asked = [request("p", n, PROMPT, 5 * n, ignore_eos=False) for n in range(1, 10)]
-    for row in roomy.generate(asked, rl_step=0, temperature=TEMPERATURE).iterations.to_pylist():
-        chosen = on_paper.choose(StepState(rl_step=0, batch=row["batch"], waiting=row["num_waiting"]))
-        assert row["next_draft_depth"] == chosen.strategy.draft_depth
 
 
 def test_an_engines_files_go_with_its_process(roomy):

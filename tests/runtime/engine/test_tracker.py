@@ -92,17 +92,18 @@ def test_only_policy_choices_are_decisions():
     assert [(row["draft_depth"], row["reward"]) for row in decisions] == [(2, None), (3, 10.0)]
 
 
-def test_a_pause_is_no_iterations_time():
+@pytest.mark.parametrize(("wait", "outlasts"), [(IterationTracker.pause, False), (IterationTracker.end_iteration, True)])
+def test_a_wait_is_no_iterations_time(wait, outlasts):
+    """A choice outlasts a rest, and no pause."""
     engine = Engine()
-    engine.iterate(1.0)
     engine.iterate(1.0, 0.5)
     engine.now += 100.0
-    engine.tracker.pause()
-    assert engine.tracker.ended[-1].duration_s == 1.5
-    assert engine.tracker.in_force is NO_CHOICE
-    engine.iterate()
+    wait(engine.tracker)
+    assert (engine.tracker.in_force is not NO_CHOICE) is outlasts
+    engine.iterate(1.0)
     engine.tracker.end()
-    assert [told.strategy.draft_depth for told, _ in engine.notified] == [1]
+    assert [each.duration_s for each in engine.tracker.ended] == [1.5, 1.0]
+    assert len(engine.notified) == outlasts
 
 
 @pytest.mark.parametrize("wait", [IterationTracker.end_iteration, IterationTracker.pause], ids=["rests", "pauses"])
@@ -115,18 +116,6 @@ def test_wait_ends_no_iteration_that_has_no_output(wait):
     engine.now += 50.0
     wait(engine.tracker)
     assert [each.duration_s for each in engine.tracker.ended] == [2.0]
-
-
-def test_a_choice_outlasts_a_rest():
-    engine = Engine()
-    engine.iterate(1.0, 0.5)
-    engine.now += 100.0
-    engine.tracker.end_iteration()
-    assert engine.tracker.in_force.strategy.draft_depth == 1
-    engine.iterate(1.0)
-    engine.tracker.end()
-    assert [each.duration_s for each in engine.tracker.ended] == [1.5, 1.0]
-    assert len(engine.notified) == 1
 
 
 def test_a_rollout_begins_at_0_with_the_choice():

@@ -202,7 +202,6 @@ def test_a_plan_is_json(random_model):
         ({"rollout": {"gpus_per_worker": 2}}, ('tensor_parallel_size',)),
         ({"train": {"gpus": 2}}, ()),
         ({"rollout": {"gpus_per_worker": 1.5}}, ()),
-        ({"cluster": {"placement": "colocated", "gpus_per_node": 2}}, ('1', '2')),
         ({"cluster": {"placement": "colocated", "gpus_per_node": 8}, "train": {"ranks": 2}}, ()),
         ({"cluster": {"placement": "colocated", "gpus_per_node": 2}, "train": {"gpus": 0.5}}, ()),
         ({"rollout": {"max_response_tokens": 2_000_000}, "cluster": {"gpus_per_node": 8, "gpu": "H100"}},

@@ -319,16 +319,6 @@ def test_no_iteration_lasts_through_a_wait(recorded, monkeypatch, wait):
     assert trace.iterations["num_generated"].sum() == trace.outcomes["response_tokens"].sum()
 
 
-def test_what_runs_when_the_engine_closes_is_recorded(recorded):
-    engine = recorded.adds("a", "b")
-    for _ in range(3):
-        engine.step()
-    trace = recorded.trace()
-    engine.abort_request(["a", "b"])
-    assert trace.outcomes["finish_reason"].tolist() == ["abort"] * 2
-    assert trace.iterations["num_generated"].sum() == trace.outcomes["response_tokens"].sum() >= 8
-
-
 def test_each_turn_of_session_ends_when_it_did(recorded, monkeypatch):
     """As AsyncLLM's streams of inputs reach the scheduler."""
     from vllm import SamplingParams
