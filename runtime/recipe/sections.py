@@ -104,9 +104,9 @@ class PartialConfig(FiniteModel):
     `issue` x prompts_per_step prompts at once (APRIL, arXiv 2509.18521) with `samples` x group_size responses each, of
     which the first group_size that are whole complete the group.
 
-    By `leftover`, what is cut continues first in the next RL step ("resume"), off-policy, and groups older than
-    `max_age` RL steps are dropped, None never; or prompts that did not complete begin anew ("restart"), on-policy, in a
-    rollout of their own once they are prompts_per_step (RollPacker, arXiv 2509.21009).
+    By `leftover`, what is cut continues first in the next RL step ("resume"), off-policy; or prompts that did not
+    complete begin anew ("restart"), on-policy, in a rollout of their own once they are prompts_per_step (RollPacker,
+    arXiv 2509.21009). Resumed groups older than `max_age` RL steps are dropped, None never.
     """
 
     concurrency: Count | None = None

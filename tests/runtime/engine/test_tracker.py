@@ -92,7 +92,9 @@ def test_only_policy_choices_are_decisions():
     assert [(row["draft_depth"], row["reward"]) for row in decisions] == [(2, None), (3, 10.0)]
 
 
-@pytest.mark.parametrize(("wait", "outlasts"), [(IterationTracker.pause, False), (IterationTracker.end_iteration, True)])
+@pytest.mark.parametrize(
+    ("wait", "outlasts"), [(IterationTracker.pause, False), (IterationTracker.end_iteration, True)]
+)
 def test_a_wait_is_no_iterations_time(wait, outlasts):
     """A choice outlasts a rest, and no pause."""
     engine = Engine()

@@ -137,9 +137,9 @@ def test_only_an_earlier_model_is_replaced(tmp_path):
         make(tmp_path / "mine", size=quick)
 
 
-def test_the_command_prints_the_report(tmp_path, monkeypatch, capsys):
+def test_the_command_prints_the_report(tmp_path, monkeypatch, capsys, as_json):
     monkeypatch.setitem(SIZES, "tiny", replace(SMALLEST, steps=1))
-    command(size="tiny", out=tmp_path / "m", json=True)
+    command(size="tiny", out=tmp_path / "m")
     printed = json.loads(capsys.readouterr().out)
     assert (printed["out"], printed["sampled"]["num_prompts"]) == (str(tmp_path / "m"), 2)
     assert str(tmp_path / "m") in _text(tmp_path / "m", printed)

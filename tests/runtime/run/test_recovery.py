@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from tltlab.planning.beliefs import LengthBelief
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.data.prompts import Prompt
@@ -61,7 +62,7 @@ class Pool(Asked):
 
     def __init__(self, log):
         super().__init__(log)
-        self.history = AcceptedDrafts(["all"])
+        self.history, self.belief = AcceptedDrafts(["all"]), LengthBelief()
 
     def state_dicts(self):
         self.log.append("state_dicts")
