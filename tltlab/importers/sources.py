@@ -127,18 +127,9 @@ def imported(
 
 
 def _check(reading: Reading, form: Format, workers: int | None) -> None:
-    options = {
-        "a token counter": reading.tokenizer or reading.chars_per_token, "a column of RL steps": reading.step_column,
-        "a column of groups": reading.group_column, "what lists are": reading.lists,
-    }  # fmt: skip
-    for name, value in options.items():
-        if value and form == "metrics":
-            raise ConfigError(f"{name} does not go with a log of metrics, which has no responses")
-    if reading.reward_columns and form != "trl":
-        raise ConfigError(f"reward columns do not go with format {form}, only with trl")
-    if (reading.responses or reading.drafted) and form != "metrics":
-        named = "a number of responses" if reading.responses else "drafted"
-        raise ConfigError(f"{named} does not go with format {form}, only with metrics")
+    for name, forms in FORMATS["options"].items():
+        if getattr(reading, name) and form not in forms:
+            raise ConfigError(f"{name} does not go with format {form}, only with {', '.join(forms)}")
     if workers is not None and workers < 1:
         raise ConfigError(f"workers is {workers}, it must be at least 1")
 
