@@ -153,19 +153,6 @@ class CostModel(Coefficients, StoredModel, ABC):
         return self.predict(rows)
 
 
-class DraftingCosts(CostModel):
-    """Costs with terms of drafting and of prompt tokens; None is a term that the data did not identify."""
-
-    sd_base_s: Seconds | None = None
-    sd_idle_s: Seconds | None = None
-    draft_level_s: Seconds | None = None
-    draft_level_per_request_s: Seconds | None = None
-    prefill_per_token_s: Seconds | None = None
-
-    def prefill_s(self, tokens: float) -> float:
-        return self.need("prefill_per_token_s") * tokens
-
-
 class IterationCost(ABC):
     """Seconds of one iteration under one strategy: at each batch size linear in the context.
 

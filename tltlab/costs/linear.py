@@ -12,7 +12,7 @@ from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
-from .base import DraftingCosts, DraftingIteration, Seconds, padded
+from .base import CostModel, DraftingIteration, Seconds, padded
 from .samples import Iterations, band, non_negative, robust_fit
 
 FAR_TOKENS = 128
@@ -23,7 +23,7 @@ _ENOUGH_FAR = 200
 LEVELS = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
 
 
-class LinearCosts(DraftingCosts):
+class LinearCosts(CostModel):
     """The linear cost model as it stands in a file; None is a term that the data did not identify.
 
     One iteration with b requests whose contexts sum to S tokens, v tokens to verify per request and draft depth d takes
@@ -46,7 +46,12 @@ class LinearCosts(DraftingCosts):
     per_token_s: Seconds | None = None
     far_token_s: Seconds | None = None
     per_context_s: Seconds | None = None
+    sd_base_s: Seconds | None = None
+    sd_idle_s: Seconds | None = None
+    draft_level_s: Seconds | None = None
+    draft_level_per_request_s: Seconds | None = None
     draft_per_request_s: Seconds = 0.0
+    prefill_per_token_s: Seconds | None = None
 
     def iteration(
         self,
@@ -76,6 +81,9 @@ class LinearCosts(DraftingCosts):
             tokens_to_verify=verified,
             graph_sizes=self.graph_sizes or (),
         )
+
+    def prefill_s(self, tokens: float) -> float:
+        return self.need("prefill_per_token_s") * tokens
 
     def predict(self, rows: Iterations) -> Floats:
         if rows.spec.any():

@@ -24,7 +24,7 @@ from tltlab.hardware import Positive, gpu, model
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
-from .base import DraftingCosts, DraftingIteration, Seconds, padded
+from .base import CostModel, DraftingIteration, Seconds, padded
 from .evidence import CalibratedRange
 from .linear import measured_drafting
 from .roofline import Hardware, rounded_max
@@ -75,7 +75,7 @@ class IdealForward:
         return rounded_max(self.memory_s, self.compute_s * tokens, KNEE)
 
 
-class TableCosts(DraftingCosts):
+class TableCosts(CostModel):
     """Measured seconds at knots. b requests, v tokens to verify each, contexts summing to S, draft depth d take
 
         forward(b*v) + fixed(b) + per_context(b)*S + base_s + per_request_s*b
@@ -101,7 +101,12 @@ class TableCosts(DraftingCosts):
     roofline: Hardware | None = None
     base_s: Seconds = 0.0
     per_request_s: Seconds = 0.0
+    sd_base_s: Seconds | None = None
+    sd_idle_s: Seconds | None = None
+    draft_level_s: Seconds | None = None
+    draft_level_per_request_s: Seconds | None = None
     network_levels: bool = False
+    prefill_per_token_s: Seconds | None = None
 
     @field_validator("forward")
     @classmethod
@@ -165,6 +170,9 @@ class TableCosts(DraftingCosts):
             tokens_to_verify=float(strategy.tokens_to_verify) if tokens_to_verify is None else tokens_to_verify,
             graph_sizes=self.graph_sizes or (),
         )
+
+    def prefill_s(self, tokens: float) -> float:
+        return self.need("prefill_per_token_s") * tokens
 
     def _forward(self) -> Curve:
         tokens, seconds = [k.tokens for k in self.forward], [k.seconds for k in self.forward]
