@@ -25,7 +25,6 @@ from tltlab.coordination.machine import (
 )
 from tltlab.runtime.drafter.feed import SequenceSender
 from tltlab.runtime.drafter.group import RendezvousServer
-from tltlab.runtime.drafter.sequences import HELD_OUT, TrainingSequence, prompt_draw
 from tltlab.runtime.drafter.training import pooled
 from tltlab.runtime.drafter.worker import SpotTrainer, TrainerPlacement
 from tltlab.runtime.recipe.drafter import DrafterConfig, OptimConfig
@@ -297,29 +296,6 @@ def test_what_is_trained_on_anywhere_judges_nowhere(bench):
     assert not trained & judging
     assert len(trained | judging) == 64
     assert 4 <= len(judging) <= 14
-
-
-def noise(prompt, sample=0):
-    """A response whose tokens and states say nothing of other prompts', and all of their own prompt's samples."""
-    generator = torch.Generator().manual_seed(int(prompt[1:]))
-    tokens = torch.randint(text.VOCAB, (26,), generator=generator)
-    states = 8.0 * text.frozen().lm_head[tokens[1:]]
-    return TrainingSequence(key=(0, prompt, sample, 0), token_ids=tokens, hidden=states, prompt_tokens=4)
-
-
-def test_training_on_noise_shows_no_gain(bench):
-    trainer, prompts = bench.add(1), [f"p{n}" for n in range(400)]
-    judging = [prompt for prompt in prompts if prompt_draw(prompt, 0) < HELD_OUT][:32]
-    trained = [prompt for prompt in prompts[:9] if prompt not in judging]
-    for prompt in [*trained * 4, *judging]:
-        trainer._on_sequence(noise(prompt, len(trainer._keys)))
-    for _ in range(80):
-        trainer.training.update(trainer.buffer.sample(200, trainer.rng))
-    report = trainer.report(compare=True)
-    assert report.candidate.rows == report.served.rows == [704]
-    # Each of the rows is kept with a chance of 1 / 24: three standard errors of a difference.
-    assert abs(report.candidate.chances[0] - report.served.chances[0]) < 3 * (2 / 24 / 704) ** 0.5
-    assert trainer.training.predict(list(map(noise, trained))).chances[0] > 0.5, "what it has seen is no judge"
 
 
 def test_drafters_of_several_ages_are_annotated(bench):

@@ -92,9 +92,10 @@ def test_only_policy_choices_are_decisions():
     assert [(row["draft_depth"], row["reward"]) for row in decisions] == [(2, None), (3, 10.0)]
 
 
-@pytest.mark.parametrize(
-    ("wait", "outlasts"), [(IterationTracker.pause, False), (IterationTracker.end_iteration, True)]
-)
+PAUSE, REST = IterationTracker.pause, IterationTracker.end_iteration
+
+
+@pytest.mark.parametrize(("wait", "outlasts"), [(PAUSE, False), (REST, True)], ids=["pauses", "rests"])
 def test_a_wait_is_no_iterations_time(wait, outlasts):
     """A choice outlasts a rest, and no pause."""
     engine = Engine()
@@ -108,7 +109,7 @@ def test_a_wait_is_no_iterations_time(wait, outlasts):
     assert len(engine.notified) == outlasts
 
 
-@pytest.mark.parametrize("wait", [IterationTracker.end_iteration, IterationTracker.pause], ids=["rests", "pauses"])
+@pytest.mark.parametrize("wait", [REST, PAUSE], ids=["rests", "pauses"])
 def test_wait_ends_no_iteration_that_has_no_output(wait):
     engine = Engine()
     engine.schedule()

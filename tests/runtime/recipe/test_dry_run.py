@@ -200,7 +200,6 @@ def test_a_plan_is_json(random_model):
          ('2', '7')),
         ({"rollout": {"tensor_parallel_size": 2, "gpus_per_worker": 0.5}}, ()),
         ({"rollout": {"gpus_per_worker": 2}}, ('tensor_parallel_size',)),
-        ({"train": {"gpus": 2}}, ()),
         ({"rollout": {"gpus_per_worker": 1.5}}, ()),
         ({"cluster": {"placement": "colocated", "gpus_per_node": 8}, "train": {"ranks": 2}}, ()),
         ({"cluster": {"placement": "colocated", "gpus_per_node": 2}, "train": {"gpus": 0.5}}, ()),

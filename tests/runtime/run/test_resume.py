@@ -149,13 +149,6 @@ def test_run_with_own_parts_equals_unbroken_one(recipe_file, tmp_path, monkeypat
     )
     trace = tltlab.read(calm / "trace")
     assert set(trace.iterations["drafter"][trace.iterations["num_drafted"] > 0]) == {"echo"}
-    rows = trace.outcomes
-    for rl_step in range(1, STEPS):
-        before = rows[rows["rl_step"] < rl_step].groupby("prompt_id")["response_tokens"].sum()
-        now = rows[rows["rl_step"] == rl_step]
-        tokens = now["prompt_id"].map(before).fillna(48)
-        assert before.nunique() > 1
-        assert tokens[now["worker"] == 0].min() >= tokens[now["worker"] == 1].max()
     (tmp_path / "parts.py").unlink()
     run = killed(calm, tmp_path)
     with refused(ConfigError, naming=("--allow-code parts",)):
