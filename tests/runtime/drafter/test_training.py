@@ -269,8 +269,9 @@ def test_warming_up_leaves_the_training_as_it_was(method):
 
 def test_who_has_to_leave_gives_what_it_has(monkeypatch):
     """A rollout waits for one pass, not for an update, and nothing that was computed is lost."""
-    leaving, whole, alone = alike(3)
+    leaving, parts, alone, whole = alike(4)
     texts = [small_heads.made_sequence(rows, seed=rows) for rows in (20, 25, 30, 10)]
+    expected = whole.update(texts)
     monkeypatch.setitem(PART_ROWS, "cpu", 45)
     asked = []
     left = leaving.update(texts, leave=lambda: asked.append(0) is None)
@@ -278,16 +279,8 @@ def test_who_has_to_leave_gives_what_it_has(monkeypatch):
     assert len(asked) == 2
     assert alone.update(texts[:2]).tokens == left.tokens
     assert same(leaving.state_dict(), alone.state_dict())
-    assert whole.update(texts).own_rows == 85
-    assert not same(leaving.state_dict(), whole.state_dict())
-
-
-def test_parts_add_up_to_the_whole(monkeypatch):
-    parts, whole = alike(2)
-    texts = [small_heads.made_sequence(rows, seed=rows) for rows in (20, 25, 30)]
-    expected = whole.update(texts)
-    monkeypatch.setitem(PART_ROWS, "cpu", 1)
     found = parts.update(texts)
-    assert (found.tokens, found.own_sequences) == (expected.tokens, 3)
+    assert (found.own_rows, found.own_sequences, found.tokens) == (85, 4, expected.tokens)
     assert found.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert same(parts.state_dict(), whole.state_dict(), atol=1e-5)
+    assert same(parts.state_dict(), whole.state_dict(), atol=1e-5), "parts add up"
+    assert not same(leaving.state_dict(), whole.state_dict())

@@ -1,4 +1,4 @@
-"""Partial rollouts and reuse on a real engine: log-probs and distributions are the exact model's, whoever drew."""
+"""Partial rollouts and reuse on a real engine: log-probs are the exact model's, whoever drew."""
 
 import numpy as np
 import pytest

@@ -76,6 +76,9 @@ class Recorded:
         config.additional_config = vllm_options(None, record=path)["additional_config"]
         record_only(self.scheduler)
         self.recording = self.scheduler.close_recording.__self__._recording
+        # The recording ends with its test, and its clocks with it.
+        self.hours, clock = 0.0, lambda: time.perf_counter() + 3600.0 * self.hours
+        self.recording._clock = self.recording.control.tracker.clock = clock
 
     def answers(self, num=3, **settings):
         from vllm import SamplingParams
@@ -300,15 +303,12 @@ WAITS = [stops_at_a_string, is_aborted, is_aborted_waiting, errs, is_paused, fal
 
 
 @pytest.mark.parametrize("wait", WAITS, ids=lambda wait: wait.__name__)
-def test_no_iteration_lasts_through_a_wait(recorded, monkeypatch, wait):
-    hours = 0.0
-    for owner, name in ((recorded.recording.control.tracker, "clock"), (recorded.recording, "_clock")):
-        monkeypatch.setattr(owner, name, lambda: time.perf_counter() + 3600.0 * hours)
+def test_no_iteration_lasts_through_a_wait(recorded, wait):
     recorded.answers(2)
     engine = recorded.llm.llm_engine
     for _ in range(2):
         wait(recorded)
-        hours += 1.0
+        recorded.hours += 1.0
         recorded.llm.reset_prefix_cache()
         engine.engine_core.engine_core.resume_scheduler()
         drain(engine)
@@ -319,14 +319,11 @@ def test_no_iteration_lasts_through_a_wait(recorded, monkeypatch, wait):
     assert trace.iterations["num_generated"].sum() == trace.outcomes["response_tokens"].sum()
 
 
-def test_each_turn_of_session_ends_when_it_did(recorded, monkeypatch):
+def test_each_turn_of_session_ends_when_it_did(recorded):
     """As AsyncLLM's streams of inputs reach the scheduler."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    hours = 0.0
-    for owner, name in ((recorded.recording.control.tracker, "clock"), (recorded.recording, "_clock")):
-        monkeypatch.setattr(owner, name, lambda: time.perf_counter() + 3600.0 * hours)
     core = recorded.llm.llm_engine.engine_core.engine_core
 
     def turn(*, last=False):
@@ -336,7 +333,7 @@ def test_each_turn_of_session_ends_when_it_did(recorded, monkeypatch):
     for _ in range(3):
         recorded.scheduler.add_request(turn())
         drain(core, recorded.scheduler)
-        hours += 1.0
+        recorded.hours += 1.0
     recorded.scheduler.add_request(turn(last=True))
     core.step()
     trace = recorded.trace()
