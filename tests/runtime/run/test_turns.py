@@ -23,7 +23,7 @@ class Echo:
 def test_turns_are_recorded_trained_on_replayed_and_verified(recipe_file, tmp_path):
     (recipe_file.parent / "echoing_run.py").write_text(ECHO)
     settings = ("environment.path=echoing_run:Echo", "environment.max_turns=3", "environment.timeout_s=60",
-                "max_draft_depth=0", "repeat_every=0", "num_workers=1")  # fmt: skip
+                "policy=ngram:4", "repeat_every=0", "num_workers=1")  # fmt: skip
     with GrpoRun(load_recipe(recipe_file, [f"rollout.{setting}" for setting in settings]), tmp_path / "run") as run:
         assert 0.0 <= run.evaluate() <= 1.0
         reports = [run.step() for _ in range(3)]
@@ -32,6 +32,7 @@ def test_turns_are_recorded_trained_on_replayed_and_verified(recipe_file, tmp_pa
         assert report.metrics["mismatch_abs"] < 1e-4
     assert (tmp_path / "run" / "code" / "echoing_run.py").is_file()
     trace = tltlab.read(tmp_path / "run" / "trace")
+    assert trace.iterations["num_drafted"].sum() > 0
     outcomes = trace.outcomes
     assert set(outcomes["turn"]) == {0, 1, 2}
     assert len(outcomes[outcomes["turn"] == 0]) == 3 * 4 * 4
