@@ -1,7 +1,5 @@
 """Settings of a simulation, and their defaults from a trace."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ Nothing here adds events to the simulation: training does not change the rollout
 their progress are updated at each event of the rollout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tltlab.coordination.machine import (

@@ -1,7 +1,5 @@
 """Which request runs on which worker, and in which order it waits there."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The RL steps of a trace as the simulator's requests, and what systems change about them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial

@@ -6,8 +6,6 @@
 >>> tltlab.what_if("lengths.csv", gpus="8xH100", model="Qwen2.5-7B").verdict  # doctest: +SKIP
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Small charts in one look: bars with intervals, lines, shares over time, predicted against measured."""
 
-from __future__ import annotations
-
 import base64
 import html
 import io

@@ -1,7 +1,5 @@
 """The models that settings and files are read into, and what is wrong with a value that they refuse, in one line."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

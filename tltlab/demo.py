@@ -1,7 +1,5 @@
 """The whole loop on this machine: make a model, train, record, calibrate, predict, tune a policy, train on with it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Exceptions of tltlab. Arguments are positional only: SimPy re-raises a failure as `type(e)(*e.args)`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

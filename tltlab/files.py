@@ -3,8 +3,6 @@
 Every file is whole after a kill; a durable one (`fsync`) also after the machine went down.
 """
 
-from __future__ import annotations
-
 import bz2
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Forecast of a recipe's run: seconds and hours, host memory, disk, and whether model and data can be had."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import asdict

@@ -20,8 +20,6 @@ Fields of a model of pydantic, and types that several settings share, are `Annot
 `to_json` gives the settings for `--json`.
 """
 
-from __future__ import annotations
-
 import inspect
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

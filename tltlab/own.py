@@ -3,8 +3,6 @@
 A typed name may import any module; a name that stands in a file only those that `code_allowed` or the environment name.
 """
 
-from __future__ import annotations
-
 import copyreg
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Records: the frozen values that most of tltlab passes around."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar, dataclass_transform

@@ -1,7 +1,5 @@
 """State that a policy sees before an iteration, its choice, and the outcome that it receives for that choice."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Two policies simulated on the same responses, RL steps and seeds give pairs (a_i
 two have in common, so the interval is as narrow as the comparison is sharp.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ Every broken promise raises AssertionError with a sentence that names the promis
 checked class come through as they are.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

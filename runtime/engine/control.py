@@ -9,8 +9,6 @@ A scheduler calls `Control`, which holds requests and drafters, the policy in a 
     drafts             drafts for the next iteration, by the choice made in `scheduled`
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections import defaultdict

@@ -4,8 +4,6 @@ Model-free drafters propose here, next to the scheduler. A learned drafter propo
 tokens pass through. A hybrid decides between the two for each request.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

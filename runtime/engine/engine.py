@@ -1,7 +1,5 @@
 """One real vLLM engine under a policy: generates requests; returns responses and one row per iteration."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import time

@@ -1,7 +1,5 @@
 """The environment of a run: versions, hardware, and the run.json from which it can be repeated."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests to an engine, its responses, and failures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any, Protocol

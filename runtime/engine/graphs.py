@@ -15,8 +15,6 @@ depends on the model runner. The rules were read in vLLM 0.32; tests compare the
   to multiples of the deepest K+1.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

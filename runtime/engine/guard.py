@@ -1,7 +1,5 @@
 """The guard around all code that tltlab runs in a user's engine, and how it tells the user of errors."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import traceback

@@ -5,8 +5,6 @@ until enough iterations were timed, and are aborted. Cells are visited twice, in
 machine's speed appears in the spread instead of biasing the table.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product

@@ -1,7 +1,5 @@
 """A request in an engine: all that is known of it, in one record, for policies, drafters, recordings and captures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

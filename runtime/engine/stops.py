@@ -1,7 +1,5 @@
 """Ends of responses at strings in their text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

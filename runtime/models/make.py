@@ -1,7 +1,5 @@
 """A small reasoning model trained from scratch on two CPU cores, and its folder."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Sampled behaviour of a model: reward and lengths."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

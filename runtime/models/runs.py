@@ -1,7 +1,5 @@
 """GRPO runs on small models: sizes, prompts and recipes, and the initial drafter."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

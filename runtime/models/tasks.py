@@ -4,8 +4,6 @@ Every task has a checkable answer and traces whose length comes from the reasoni
 trusting a wrong sum, skipping the check) for reinforcement learning to remove.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What a recipe's planner may use: the shapes of its engines, and their costs."""
 
-from __future__ import annotations
-
 from tltlab.costs.load import load_costs
 from tltlab.planning.rollout import EngineCosts, Shape
 from tltlab.strategy import NO_SPECULATION

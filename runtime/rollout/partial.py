@@ -4,8 +4,6 @@ At a fixed concurrency (CoPRIS, arXiv 2511.05589), of more prompts or samples th
 RollPacker, arXiv 2509.21009), or in parallel with training, with bounded staleness (AReaL, arXiv 2505.24298).
 """
 
-from __future__ import annotations
-
 import time
 from array import array
 from collections import Counter

@@ -8,8 +8,6 @@ device's memory. Text does not matter: responses run to their lengths, vLLM acce
 head. A line of JSON is on disk once its rollout is over, after the rollout itself, which has its own file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@ round starts from the same state, and a rollout can be repeated. The rollouts ar
 per rollout, next to it `policies.json` and `repeats.json` as a training run writes them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack

@@ -11,8 +11,6 @@ Order of one rollout in which worker 1 fails:
     remember   responses go to `history`, their lengths to the budgets of the other workers
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re

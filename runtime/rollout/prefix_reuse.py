@@ -1,7 +1,5 @@
 """Responses of the previous epoch as prefixes (SPEC-RL, arXiv 2509.23232): verified, cut, continued."""
 
-from __future__ import annotations
-
 import time
 from array import array
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A reward function is called as reward(prompt, response, answer) -> float. Recipe
 "tltlab.runtime.rollout.rewards:math"`. Response length does not count here: see `train.overlong`.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The folder is a RUN of rollouts alone, which `tltlab.sim.verification.played` re
 rollout, and `policies.json` as a training run writes it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 N responses; their order is any.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

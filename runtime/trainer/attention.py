@@ -5,8 +5,6 @@ target's. Its step i attends to the keys of the target's states up to row s, and
 chains of a batch are computed side by side: step i is one query per chain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The trainer's ranks as Ray actors, called as one: a call goes to all of them, and returns when all are done."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) of a policy, by `peft`: they are trained, and the base stands still."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 

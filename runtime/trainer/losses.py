@@ -5,8 +5,6 @@ Advantages and weights of tokens (`advantages`) are computed before the work is 
 tokens of whole responses, so the parts of a mini-batch add up to it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

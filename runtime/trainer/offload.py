@@ -1,7 +1,5 @@
 """Places on the host for a rank's tensors while an engine has the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

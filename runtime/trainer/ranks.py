@@ -1,7 +1,5 @@
 """Trainer ranks: their devices, their meeting, and the assignment of sequences."""
 
-from __future__ import annotations
-
 import heapq
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tensors of a model, each gathered from the ranks that share it, and the model's decoder layers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """The simulator on the command line."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`tltlab tune`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache

@@ -1,7 +1,5 @@
 """Independent simulations side by side in processes. Results do not depend on where they run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

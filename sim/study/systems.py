@@ -1,7 +1,5 @@
 """Systems from the literature as cells: each on its own GPUs or its share of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Errors of predictions, as every verification has them, and their table for people."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Files of a run other than its trace: the active policy of each RL step, and the time of a repeated rollout."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import TypeVar
 

@@ -7,8 +7,6 @@ any of them depend on the drafter's age and training, `ContextAcceptance` on con
 drafter was trained, `PerDrafter` gives each drafter its own, `Scaled` multiplies the chances of some drafters.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress

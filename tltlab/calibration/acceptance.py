@@ -1,7 +1,5 @@
 """Fits acceptance models to a trace: by batch, by siblings, and by age and training."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

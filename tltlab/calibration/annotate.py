@@ -9,8 +9,6 @@ iteration it is made before later requests of the batch got theirs. Drafts have 
 draft of an n-gram or learned drafter is the longer one cut, while a suffix drafter may follow another match then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol

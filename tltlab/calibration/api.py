@@ -1,7 +1,5 @@
 """Calibration for notebooks, the simulator and commands: fits to a trace, and to its RL steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -4,8 +4,6 @@ Rows of one RL step and term are a group, whose updates are rate * (its own trai
 who trained next to it), "it" being the member that trained longest.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

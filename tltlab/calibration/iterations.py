@@ -1,7 +1,5 @@
 """Reads measured iterations, which a run recorded or a table holds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

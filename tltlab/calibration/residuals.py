@@ -1,7 +1,5 @@
 """How far a fitted cost model is from iterations: those it was fitted to, regime by regime, and those left out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

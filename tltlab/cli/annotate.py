@@ -1,7 +1,5 @@
 """`tltlab trace annotate`: add to a trace what drafters would have had accepted at every position of its text."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Iterator, Mapping

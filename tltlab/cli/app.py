@@ -3,8 +3,6 @@
 A command is loaded when it is called; the overview has the first lines of their helps without loading them.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """`tltlab calibrate`: costs, acceptance, stages and drafter training from a trace; costs from a table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

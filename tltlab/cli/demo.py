@@ -1,7 +1,5 @@
 """`tltlab demo`."""
 
-from __future__ import annotations
-
 from itertools import count
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`tltlab doctor`: known failure signatures in a run."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """`tltlab new`: a recipe or a part of a user's own as files that run."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """`tltlab settings`: every setting of a recipe with its default, its type and what it does."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -1,7 +1,5 @@
 """`tltlab timeline`: a trace as a picture, or as a file for Perfetto."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

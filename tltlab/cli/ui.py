@@ -1,7 +1,5 @@
 """`tltlab ui`: runs in a browser."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

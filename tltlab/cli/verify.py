@@ -1,7 +1,5 @@
 """`tltlab verify`."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Annotated

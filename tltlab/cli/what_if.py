@@ -1,7 +1,5 @@
 """`tltlab what-if`: from a file of lengths to what speculation would bring."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Evidence for a prediction: distance to the nearest measurement, and errors on data left out of the fit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """Costs by name or file: the presets that ship with the package, and JSON files of any kind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

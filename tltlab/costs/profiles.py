@@ -4,8 +4,6 @@
 and terms of each engine. `ENGINE:GPUS:MODEL[:WEIGHTS[:KV]]` names costs by them, as `vllm:2xH100:Qwen3-32B:fp8`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A check is a generator of findings, registered in the order in which findings ar
 does, what is around it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress

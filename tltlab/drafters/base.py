@@ -5,8 +5,6 @@ A drafter holds no clock and draws nothing: the same calls give the same drafts.
 one problem. Drafts are greedy, so verification keeps each drafted token with the target's own probability of it.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple

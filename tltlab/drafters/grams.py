@@ -5,8 +5,6 @@ for one, which costs a bad draft and nothing else. A response is a row of arrays
 before the first.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import llvmlite.binding.ffi

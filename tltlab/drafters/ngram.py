@@ -1,7 +1,5 @@
 """A model-free drafter: n-gram retrieval from the request's own tokens and its group's other responses."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ colours and progress bars do not matter. A JSON file holds a step in each line, 
 bracket, a unit or the end of a line that nothing cut.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -1,7 +1,5 @@
 """Records of files: JSON Lines, JSON, CSV or Parquet, packed or not, each with its place in the file for faults."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

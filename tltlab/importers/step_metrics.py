@@ -1,7 +1,5 @@
 """Names of the metrics of an RL step by framework (`frameworks.toml`), and the trace made from these metrics."""
 
-from __future__ import annotations
-
 import math
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Token counts of texts, for dumps that hold text alone: by a tokenizer, or by a stated approximation."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Fits the model of lengths to a trace, and measures statistics to compare traces by."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

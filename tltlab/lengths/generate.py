@@ -1,7 +1,5 @@
 """Synthetic traces: workload and outcomes drawn from a model of lengths, RL step by RL step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import islice

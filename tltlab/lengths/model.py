@@ -1,7 +1,5 @@
 """How long responses are: quantiles of length, the prompt's share in them, the cap, and drift over RL steps."""
 
-from __future__ import annotations
-
 import math
 from functools import cached_property
 from importlib.resources import files

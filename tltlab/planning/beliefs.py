@@ -1,7 +1,5 @@
 """Beliefs about the lengths of responses that have not ended."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect
 from collections.abc import Hashable, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ gives contiguous ranges of batch sizes one strategy each; borders may lie anywhe
 number of rows is a dynamic programme over (batch, rows, strategy).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

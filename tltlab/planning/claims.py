@@ -3,8 +3,6 @@
 Baselines, models and workloads differ from paper to paper: a claim is shown with a figure of the same kind, not ranked.
 """
 
-from __future__ import annotations
-
 from importlib.resources import files
 from typing import Literal
 

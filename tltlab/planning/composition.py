@@ -6,8 +6,6 @@ it leaves out. `assumptions` lists choices that the paper does not state. `syste
 acceptance that is known, for the simulator; `execution.engine_run` has the settings with which real engines run it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress

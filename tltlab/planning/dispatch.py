@@ -2,8 +2,6 @@
 bound on staleness. Pure rules; the simulator's placements and admissions are built on them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 

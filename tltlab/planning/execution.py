@@ -1,7 +1,5 @@
 """Systems on real engines: the settings that execute a row's parts, or the part that no engine here has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from tltlab.costs.base import CostModel

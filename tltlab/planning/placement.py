@@ -5,8 +5,6 @@ The simulator and the workers of a training run both call `Placement.place`. Pla
 those that know each response (`longest_first`, `recorded`) exist only there (`tltlab.sim.placement`).
 """
 
-from __future__ import annotations
-
 import heapq
 from abc import ABC, abstractmethod
 from collections import Counter

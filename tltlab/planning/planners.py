@@ -1,7 +1,5 @@
 """The shipped planners, by name: `stay`, `gather`, `rebalance`, `clairvoyant`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The only caller of a planner, in the simulator and in a pool of engines alike."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

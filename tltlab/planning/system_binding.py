@@ -1,7 +1,5 @@
 """Systems from the literature bound to known acceptance: the drafter that plays each role, and the assumptions made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace

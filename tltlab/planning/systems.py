@@ -1,7 +1,5 @@
 """The table of systems from the literature, one row each (`systems.toml`): compositions of the core's parts."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Sequence
 from importlib.resources import files

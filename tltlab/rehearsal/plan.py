@@ -1,7 +1,5 @@
 """The plan of a rehearsal: lengths from a trace, a model's shape, policies and how their drafts are kept."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path

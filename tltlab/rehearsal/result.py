@@ -1,7 +1,5 @@
 """The result of a rehearsal: a trace, and measured against simulated makespans."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections import Counter

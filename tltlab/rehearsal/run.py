@@ -1,7 +1,5 @@
 """Engines of a rehearsal in turn, within the minutes that there are; what was played stays on disk."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

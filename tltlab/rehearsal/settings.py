@@ -1,7 +1,5 @@
 """Settings of a rehearsal; the module is apart so that `--help` does not wait for torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tltlab.options import check, option

@@ -1,7 +1,5 @@
 """The page of a comparison: the JSON output of `compare`, `tune`, `what-if`, `verify` and `rehearse`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

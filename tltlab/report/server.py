@@ -4,8 +4,6 @@ Nothing is written and no code is taken from what is served: a run is looked up 
 browser never becomes a file path.
 """
 
-from __future__ import annotations
-
 import os
 import socketserver
 import threading

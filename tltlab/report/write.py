@@ -1,7 +1,5 @@
 """A report: one page of HTML on a run, a trace or a comparison, which needs nothing outside itself."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

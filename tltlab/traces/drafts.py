@@ -11,8 +11,6 @@ Tokens get their times from the best of three sources that an RL step of a worke
 - nothing: one token per tick, all responses of the RL step side by side, a turn after the turn before it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

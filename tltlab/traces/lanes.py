@@ -1,7 +1,5 @@
 """Segments of each lane (worker, trainer, ...) over time, behind the timeline picture and the Perfetto file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

@@ -6,8 +6,6 @@ those where the quantity is known; `trace.select([k])` gives one RL step. None m
 A trace larger than memory is read in parts of neighbouring RL steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ new rows, so that a flush every few seconds leaves few files. A flush writes the
 of all parts, so its time grows with the RL steps recorded. A process that records holds the folder (`files.lock`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections import defaultdict

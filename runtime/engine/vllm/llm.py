@@ -1,7 +1,5 @@
 """Start of a vLLM engine in this process with a policy attached, and calls to the control beside its scheduler."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Stock vLLM, without tltlab's scheduler: plain rollouts, and evaluation of a drafter's checkpoint."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, Sequence

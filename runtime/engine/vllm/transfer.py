@@ -3,8 +3,6 @@
 Also the trainer's side of these backends: NCCL between devices, CUDA IPC where both are on the same one.
 """
 
-from __future__ import annotations
-
 import socket
 from dataclasses import dataclass, field
 from typing import Any
