@@ -1,33 +1,29 @@
 """`tltlab audit`: tests an engine's speculative decoding for losslessness."""
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from tltlab.console import emit, progress
 from tltlab.errors import ConfigError
+from tltlab.options import command, option
 
 from .profile import vllm_setting
 
 
+@command
 def audit(
-    fast: Annotated[bool, typer.Option("--fast", help="Every value of every factor once, not every pair.")] = False,
-    drafter: Annotated[
-        list[str] | None, typer.Option(help="Audit this drafter only: ngram, suffix, eagle, ... Repeatable.")
-    ] = None,
-    policy: Annotated[str | None, typer.Option(help="Audit the engine under this policy: a file or a name.")] = None,
-    vllm: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="Engine setting under vLLM's own name, the value as JSON where it is JSON. Repeatable.",
-        ),
-    ] = None,
-    samples: Annotated[int, typer.Option(min=512, help="Responses per case; more find smaller faults.")] = 4096,
-    false_alarm_rate: Annotated[
-        float, typer.Option(min=1e-9, max=0.5, help="Probability that a correct engine fails the whole audit.")
-    ] = 1e-3,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the engine's and the policy's random numbers.")] = 0,
+    fast: bool = option("Every value of every factor once, not every pair.", False),
+    drafter: list[str] | None = option("Audit this drafter only: ngram, suffix, eagle, ... Repeatable."),
+    policy: str | None = option("Audit the engine under this policy: a file or a name."),
+    vllm: list[str] | None = option(
+        "Engine setting under vLLM's own name, the value as JSON where it is JSON. Repeatable.", metavar="KEY=VALUE"
+    ),
+    samples: int = option("Responses per case; more find smaller faults.", 4096, min=512),
+    false_alarm_rate: float = option(
+        "Probability that a correct engine fails the whole audit.", 1e-3, min=1e-9, max=0.5
+    ),
+    seed: int = option("Seed of the engine's and the policy's random numbers.", 0, min=0),
 ) -> None:
     """Sample a real engine and compare the samples with the exact distribution of its model, case by case.
 

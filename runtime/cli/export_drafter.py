@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from tltlab.console import emit, progress
-from tltlab.options import command
+from tltlab.options import command, option
 from tltlab.runtime.recipe.drafter import ExportConfig
 
 from .train_drafter import chances
@@ -20,19 +20,10 @@ def export_drafter(
     ],
     out: Annotated[Path, typer.Option(help="Folder for the checkpoint.")],
     config: ExportConfig,
-    model: Annotated[
-        Path | None, typer.Option(help="The target's folder; default: from the run or the head's training.")
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="JSONL, Parquet or trace; default: the run's held-out prompts, or the model's own."),
-    ] = None,
-    prompt_column: Annotated[
-        str | None, typer.Option(help="Column of the prompts, text or token ids; default: the run's, or 'prompt'.")
-    ] = None,
-    chat: Annotated[
-        bool | None, typer.Option(help="Prompts go through the model's chat template; default: as in the run.")
-    ] = None,
+    model: Path | None = option("The target's folder; default: from the run or the head's training."),
+    prompts: Path | None = option("JSONL, Parquet or trace; default: the run's held-out prompts, or the model's own."),
+    prompt_column: str | None = option("Column of the prompts, text or token ids; default: the run's, or 'prompt'."),
+    chat: bool | None = option("Prompts go through the model's chat template; default: as in the run."),
 ) -> None:
     """Write a drafter as a checkpoint that stock vLLM serves, after a check of its acceptance in stock vLLM.
 

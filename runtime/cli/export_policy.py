@@ -9,15 +9,15 @@ import typer
 from tltlab.console import emit
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
+from tltlab.options import command, option
 
 
+@command
 def export_policy(
     policy: Annotated[str, typer.Argument(help="A policy file, a shipped name or package.module:Class.")],
-    max_batch: Annotated[int, typer.Option(min=1, help="Most requests that run at a time (max_num_seqs).")] = 256,
-    fill: Annotated[
-        bool, typer.Option("--fill", help="Capture more sizes, until every batch and depth has a full graph.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="File for the settings: JSON, the arguments of vllm.LLM.")] = None,
+    max_batch: int = option("Most requests that run at a time (max_num_seqs).", 256, min=1),
+    fill: bool = option("Capture more sizes, until every batch and depth has a full graph.", False),
+    out: Path | None = option("File for the settings: JSON, the arguments of vllm.LLM."),
 ) -> None:
     """Draft depths by batch size and CUDA graphs for them, as settings for vLLM 0.32.
 

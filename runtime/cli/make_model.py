@@ -1,30 +1,26 @@
 """`tltlab make-model`."""
 
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from tltlab.console import emit, progress, table
+from tltlab.options import command, option
 
 
+@command
 def make_model(
-    size: Annotated[
-        str,
-        typer.Option(
-            help="tiny (half a minute on one core), small (two minutes), deep (five minutes: a target that is slow for "
-            "its size) or draft (half a minute: a draft model for deep)."
-        ),
-    ] = "small",
-    task: Annotated[
-        str,
-        typer.Option(
-            help="subset-sum (length is mostly random within a prompt's group), gcd (the prompt decides most of it), "
-            "or calculator (sums, with a tool that the model calls)."
-        ),
-    ] = "subset-sum",
-    out: Annotated[Path | None, typer.Option(help="Folder to write; default models/TASK-SIZE.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same weights on the same machine.")] = 0,
+    size: str = option(
+        "tiny (half a minute on one core), small (two minutes), deep (five minutes: a target that is slow for "
+        "its size) or draft (half a minute: a draft model for deep).",
+        "small",
+    ),
+    task: str = option(
+        "subset-sum (length is mostly random within a prompt's group), gcd (the prompt decides most of it), "
+        "or calculator (sums, with a tool that the model calls).",
+        "subset-sum",
+    ),
+    out: Path | None = option("Folder to write; default models/TASK-SIZE."),
+    seed: int = option("The same seed gives the same weights on the same machine.", 0, min=0),
 ) -> None:
     """Train a small reasoning model from scratch, with prompts, a checkable answer and a long tail.
 

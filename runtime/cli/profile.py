@@ -14,6 +14,7 @@ from tltlab.config import counted, faults_in, json_or_text
 from tltlab.console import emit, progress, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.files import check_writable, write_file, write_json
+from tltlab.options import command, option
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,24 +25,22 @@ _QUIET = 0.1
 """Median relative difference of two visits to a cell above which other load on the machine is likely."""
 
 
+@command
 def profile(
     model: Annotated[str, typer.Argument(help="A Hugging Face model folder.")],
     out: Annotated[
         Path, typer.Option(help="Table to write, .csv or .parquet; TABLE.json beside it describes the measurement.")
     ],
-    batches: Annotated[str, typer.Option(help="Requests in a batch, with commas between them.")] = "1,2,4,8,16,32",
-    depths: Annotated[str, typer.Option(help="Tokens drafted per request; 0 is plain decoding.")] = "0,1,3,7",
-    contexts: Annotated[str, typer.Option(help="Tokens of prompt per request; two or more show attention.")] = "64,512",
-    drafter: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME=METHOD:PATH",
-            help="A learned drafter: eagle, eagle3 or draft_model. [default: drafts that cost nothing, as 'ngram']",
-        ),
-    ] = None,
-    vllm: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An argument of vllm.LLM.")] = None,
-    iterations: Annotated[int, typer.Option(min=2, help="Iterations timed per cell, over two visits.")] = 30,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts, dummy weights and the order.")] = 0,
+    batches: str = option("Requests in a batch, with commas between them.", "1,2,4,8,16,32"),
+    depths: str = option("Tokens drafted per request; 0 is plain decoding.", "0,1,3,7"),
+    contexts: str = option("Tokens of prompt per request; two or more show attention.", "64,512"),
+    drafter: str | None = option(
+        "A learned drafter: eagle, eagle3 or draft_model. [default: drafts that cost nothing, as 'ngram']",
+        metavar="NAME=METHOD:PATH",
+    ),
+    vllm: list[str] | None = option("An argument of vllm.LLM.", metavar="KEY=VALUE"),
+    iterations: int = option("Iterations timed per cell, over two visits.", 30, min=2),
+    seed: int = option("Seed of prompts, dummy weights and the order.", 0, min=0),
 ) -> None:
     """Time a real engine over batch x draft depth x context, for `tltlab calibrate TABLE`.
 

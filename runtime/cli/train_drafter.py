@@ -7,7 +7,7 @@ import typer
 
 from tltlab.config import counted, faults_in
 from tltlab.console import emit, progress
-from tltlab.options import command
+from tltlab.options import command, option
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig, TextConfig, WarmUpConfig
 
 
@@ -25,7 +25,7 @@ def train_drafter(
         Literal["eagle", "hass", "eagle3"],
         typer.Option(help="eagle (one step), hass (three steps, the same head) or eagle3 (seven steps, another head)."),
     ] = "eagle",
-    lr: Annotated[float, typer.Option(help="Learning rate of AdamW, after 20 updates of warm-up.")] = 1e-3,
+    lr: float = option("Learning rate of AdamW, after 20 updates of warm-up.", 1e-3),
 ) -> None:
     """Warm up a drafter for a model, offline, on responses of that model; report held-out acceptance.
 
