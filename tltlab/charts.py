@@ -38,8 +38,8 @@ Values = Sequence[float | None] | np.ndarray
 class Chart(Figure):
     """A figure that shows itself as the last line of a notebook's cell, without `%matplotlib inline` too."""
 
-    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        return _bytes(self, "png", dpi=96), {"width": round(96 * self.get_figwidth())}
+    def _repr_png_(self) -> bytes:
+        return _bytes(self, "png", dpi=96)
 
 
 def bars(

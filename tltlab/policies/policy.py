@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,27 +16,18 @@ from pydantic import model_validator as validator
 
 from tltlab.config import Built, FiniteModel, faults_in, shown
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, LengthAwareBudget, MbaBudget, UniformBudget
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, Drafters, DrafterSpec, HybridSpec, OwnDrafter
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, Drafters, DrafterSpec, HybridSpec, OwnDrafter
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json, write_json
 from tltlab.own import OwnPart, named_in, parse_call
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .bandits import EpsilonGreedy, Ucb1
 from .engines import VerificationBudget
-from .goodput import Goodput
 from .selector import Selector
 from .specs import (
-    AdaptiveSpec,
     AnySelectorSpec,
-    BegMabSpec,
-    Bucket,
     CustomSpec,
-    ExploreSpec,
     FixedSpec,
-    NoneSpec,
-    TableRow,
-    TableSpec,
 )
 from .wrappers import Count, ElasticActivation
 
@@ -277,54 +270,8 @@ def _place(loc: tuple[int | str, ...]) -> str:
     return ".".join(parts) or "policy"
 
 
-def _chains(*depths: int, drafter: str = "ngram") -> tuple[Strategy, ...]:
-    return tuple(Strategy.chain(drafter, depth) for depth in depths)
-
-
-_TABLE = zip((1, 5, 17, 33), (*_chains(8, 4, 2), NO_SPECULATION), strict=True)
-_BUCKETS = zip((1, 5, 17), (_chains(8, 4, 2, 0), _chains(4, 2, 1, 0), _chains(2, 1, 0)), strict=True)
-_TWO_DEPTHS = ((1, (8, 4)), (5, (4, 2)), (17, (2, 1)))
-
-
-def _between(first: str, second: str) -> Policy:
-    """BEG-MAB between two drafters, at two depths each, and none."""
-    buckets = tuple(
-        Bucket(min_batch=b, strategies=(*_chains(*depths, drafter=first), *_chains(*depths, 0, drafter=second)))
-        for b, depths in _TWO_DEPTHS
-    )
-    return Policy(selector=BegMabSpec(buckets=buckets, reward="relative"), activation=Activation())
-
-
 EXPLORE = "explore"
 """Name of the shipped policy that tries everything, and of the one on which `tltlab verify --policies` calibrates."""
 
-# The bandits learn from relative rewards: within a rollout the batch only falls, so tokens per second would favour
-# whatever arm ran early. UCB1's textbook exploration of 1 keeps trying arms that are clearly worse; 0.1 is calmer.
-SHIPPED: dict[str, Policy] = {
-    "none": Policy(selector=NoneSpec()),
-    "fixed": Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4))),
-    "table": Policy(selector=TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in _TABLE))),
-    "epsilon-greedy": Policy(
-        selector=EpsilonGreedy.Spec(strategies=_chains(0, 1, 2, 4, 8), reward="relative"), activation=Activation()
-    ),
-    "ucb1": Policy(
-        selector=Ucb1.Spec(strategies=_chains(0, 1, 2, 4, 8), exploration=0.1, reward="relative"),
-        activation=Activation(),
-    ),
-    "beg-mab": Policy(
-        selector=BegMabSpec(buckets=tuple(Bucket(min_batch=b, strategies=s) for b, s in _BUCKETS), reward="relative"),
-        activation=Activation(),
-    ),
-    "beg-mab-suffix": _between("suffix", "ngram"),
-    # For engines that have a drafter "learned", as runs with a [drafter] do.
-    "beg-mab-learned": _between("learned", "suffix"),
-    "goodput": Policy(selector=Goodput.Spec(strategies=_chains(1, 2, 4, 8), costs="cpu-small")),
-    "adaptive": Policy(selector=AdaptiveSpec()),
-    # DAS publishes neither class borders nor the budgets of its classes: terciles and the optimum stand for them.
-    "das": Policy(
-        selector=FixedSpec(strategy=Strategy.chain("suffix", 8)),
-        budget=LengthAwareBudgetSpec(),
-        drafters={"suffix": SYSTEM_DRAFTERS["das"]},
-    ),
-    EXPLORE: Policy(selector=ExploreSpec(strategies=_chains(0, 1, 2, 4, 8), hold_iterations=10)),
-}
+_ROWS = tomllib.loads(files("tltlab.policies").joinpath("shipped.toml").read_text("utf-8"))
+SHIPPED = {name: Policy.model_validate(row) for name, row in _ROWS.items()}
