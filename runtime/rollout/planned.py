@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import Event
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -31,9 +31,6 @@ from tltlab.runtime.engine.generation import FollowUp, FollowUps, GenerationRequ
 
 from .collected import after, delayed, joined
 from .worker import DeferredCalls, EngineWorker, WorkerLost, compact
-
-if TYPE_CHECKING:
-    from .pool import WorkerPool
 
 NEWS_S = 1.0
 """Most seconds between two reports of an engine."""
@@ -112,7 +109,7 @@ class PlannedRollout:
     """
 
     def __init__(
-        self, pool: WorkerPool, shares: Sequence[Sequence[GenerationRequest]], rl_step: int, seeds: Sequence[list[int]]
+        self, pool: Any, shares: Sequence[Sequence[GenerationRequest]], rl_step: int, seeds: Sequence[list[int]]
     ) -> None:
         self._pool, self._rl_step, self._seeds = pool, rl_step, seeds
         self._requests = {request.key: request for share in shares for request in share}
