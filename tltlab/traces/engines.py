@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,8 +13,8 @@ from tltlab.errors import TraceError
 
 from .schema import TABLES, Manifest
 
-if TYPE_CHECKING:
-    from .trace import Trace
+Trace = Any
+"""A `tltlab.traces.trace.Trace`, whose module uses this one."""
 
 
 def created_s(trace: Trace) -> float:
