@@ -154,6 +154,10 @@ class PlannedRollout:
         driver = self._pool.driver
         await self._do(driver.begin(self._state()))
         while self._at or self._held:
+            before, self._left = self._left, self._num_running() + len(self._held)
+            if self._left < before and driver.wants(self._left):
+                await self._do(driver.ask(self._state()))
+                continue
             if not self._num_running():
                 await self._close()
                 if self._held:
@@ -165,9 +169,6 @@ class PlannedRollout:
                 group.create_task(self._served(n))
             await self._news.wait()
             self._news.clear()
-            before, self._left = self._left, self._num_running() + len(self._held)
-            if self._left < before and driver.wants(self._left):
-                await self._do(driver.ask(self._state()))
 
     def _num_running(self) -> int:
         return len(self._at) - sum(len(ended) for ended, _ in self._told.values())

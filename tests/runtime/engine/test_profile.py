@@ -134,7 +134,7 @@ def test_command_writes_table_and_what_it_is_of(engine, random_model, tmp_path, 
     monkeypatch.setattr("tltlab.runtime.engine.profile.start_engine", lambda *args: engine)
     monkeypatch.setattr(engine, "close", lambda: None)
     out = tmp_path / "table.parquet"
-    profile(str(random_model), out, "1,2", "0,2", "16,48", drafter=None, vllm=[], iterations=4, seed=0)
+    profile(str(random_model), out, batches="1,2", depths="0,2", contexts="16,48", iterations=4)
     told = json.loads(capsys.readouterr().out)
     about = json.loads((tmp_path / "table.parquet.json").read_text())
     assert told == {"out": str(out), "about": str(out) + ".json", **about}

@@ -15,7 +15,8 @@ from tests.runtime.engine.asking import groups_of_four, switching, texts
 from tests.runtime.engine.vllm.test_capture import check, rollout_of
 from tests.runtime.small_models import loaded
 from tltlab.drafters.specs import LearnedSpec
-from tltlab.policies.policy import ExploreSpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.strategy import Strategy
