@@ -435,7 +435,7 @@ class UnderWay:
         self.asked: dict[str, _Asked] = {}
         self.ended: list[Key] = []
         self._engine, self._rl_step, self._defaults = engine, rl_step, defaults
-        self._start = time.perf_counter()
+        self._start = engine.control.tracker.origin
         self._numbers = count()
 
     def now_s(self) -> float:
