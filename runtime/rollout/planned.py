@@ -129,7 +129,7 @@ class PlannedRollout:
         self._num_calls = [0] * len(seeds)
         self._closing = False
         self._news = asyncio.Event()
-        self._start_s, self._left = 0.0, len(self._at)
+        self._start_s, self._busy_until_s, self._left = 0.0, 0.0, len(self._at)
 
     async def run(self) -> list[Rollout]:
         """Return each worker's part; a response is in that of the worker where it ended.
@@ -232,9 +232,11 @@ class PlannedRollout:
             pool.driver.failed(action, lost.why)
 
     async def _gather(self, action: Gather) -> None:
+        asked_s = self._now_s()
         await self._close()
         if left := len(self._at) + len(self._held):
-            since_s, self._left = self._now_s(), left
+            # What the calls have is brought in after their last iterations: a part of what a gather takes.
+            since_s, self._left = max(asked_s, self._busy_until_s), left
             await self._switch(action.shape)
             seconds = self._pool.costs[action.shape].switch_s = self._now_s() - since_s
             self._moves.append((since_s, seconds, left))
@@ -294,6 +296,8 @@ class PlannedRollout:
         self._parts[lane] = both = joined(part, replace(new, responses=[]), start_s)
         for other in others:
             self._parts[other].lent.append(both.iterations.slice(len(part.iterations)))
+        if len(ran := both.iterations):
+            self._busy_until_s = max(self._busy_until_s, ran["t_start"][-1].as_py() + ran["duration"][-1].as_py())
         for response in delayed(new, start_s).responses:
             if response.finish_reason == "abort":
                 self._hold(response.key, response)

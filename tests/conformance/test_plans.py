@@ -316,12 +316,13 @@ class Engine:
         self.closed = self.fails = False
 
     async def generate_planned(self, requests, rl_step, seed, history):
-        self.begun_s = self.pool.now_s()
+        self.begun_s, self.iterated_s = self.pool.now_s(), 0.0
         self.join(requests)
         while True:
             await self.hear()
             if self.closed:
-                return self.pool.part([*self.whole, *map(self.cut, list(self.running))])
+                ran = [{"iteration": 0, "t_start": 0.0, "duration": self.iterated_s}]
+                return self.pool.part([*self.whole, *map(self.cut, list(self.running))], ran)
             if not self.running:
                 await self.called.wait()
                 self.called.clear()
@@ -331,6 +332,7 @@ class Engine:
                 tokens.append(len(request.prompt_token_ids) - PROMPT + len(tokens))
                 if tokens[-1] + 1 == self.pool.lengths[k]:
                     self.whole.append(self.cut(k, "stop"))
+            self.iterated_s = self.pool.now_s() - self.begun_s
             self.iterated.set()
 
     async def hear(self):
@@ -399,9 +401,9 @@ class Pool:
     def lanes(self, n):
         return range(n, n + 1) if n < self.base.engines else range(self.base.engines)
 
-    def part(self, responses):
+    def part(self, responses, iterations):
         return Rollout(
-            responses=responses, iterations=[], decisions=[], duration_s=0.0, recorder_s=0.0, policy_s=0.0
+            responses=responses, iterations=iterations, decisions=[], duration_s=0.0, recorder_s=0.0, policy_s=0.0
         )  # fmt: skip
 
     async def bring_up(self, n):
