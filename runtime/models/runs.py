@@ -3,12 +3,12 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import AutoTokenizer
 
 from tltlab.config import counted
-from tltlab.coordination.schedule import ScheduleConfig
+from tltlab.coordination.schedule import Kind, ScheduleConfig
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_file
 from tltlab.policies.policy import Policy
@@ -31,8 +31,6 @@ OPTIM = OptimConfig(lr=3e-3)
 CHECK_EVERY = 10
 
 Progress = Callable[[str], None]
-Kind = Literal["never", "always", "every", "acceptance-drops", "gated"]
-"""Schedule by which idle workers train the drafter."""
 
 
 @frozen

@@ -15,6 +15,7 @@ import torch
 
 from bench.harness import Progress, Table, Text, shown
 from bench.models import folder_or_temporary, made_model
+from tltlab.coordination.schedule import Kind
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json, write_json
 from tltlab.runtime.data.order import prompt_batch
@@ -29,7 +30,6 @@ from tltlab.runtime.drafter.offline.runs import (
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.models.runs import (
     DRAFTER,
-    Kind,
     Sizes,
     fixed_depth,
     prompts_of,

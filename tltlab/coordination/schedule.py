@@ -1,4 +1,4 @@
-"""Schedules of drafter training on idle workers: always, at intervals, once acceptance drops, while it pays.
+"""Schedules of drafter training on idle workers: always, at intervals, while it pays.
 
 Repeated training at a fixed price against a growing loss is the economic lot size problem (Harris 1913): under a steady
 drift, the total time is least if training starts once the loss since the last one equals its price.
@@ -270,23 +270,24 @@ def worth_training(
     return Decision(False, f"{price} and would have brought {worth_s:.3g} s")
 
 
+Kind = Literal["never", "always", "every", "gated"]
+
+
 class ScheduleConfig(FrozenModel):
     """Schedule of drafter training on idle workers.
 
-    `kind`: never, always, in every `every`-th RL step, when acceptance has dropped, or gated.
+    `kind`: never, always, in every `every`-th RL step, or gated.
 
     Gated, a drafter goes into service only if it is better than the one there on responses of the newest policy to
     held-out prompts, an eighth of all, from which no trainer of the run learns. Training pauses while it brings less
     than it takes (`worth_training`).
 
-    Acceptance has dropped when the mean accepted length of the latest rollouts, weighted by drafts, is below 1 - `drop`
-    times the best since the last training, by more than their noise. With 3,000 drafts a rollout and 4 % variation
-    between rollouts, a drafter that does not age is trained some 3 times in 100 RL steps; one that loses 0.5 % a step,
-    8 times. Training also continues while the last one that can be judged raised it by more than `drop`.
+    A drop of more than `drop` counts at once: that is where the mean accepted length of the latest rollouts, weighted
+    by drafts, is below 1 - `drop` times the best since the last training, by more than their noise.
     Whatever the kind, except `never`, a drafter that was never trained or that its canary distrusts is trained.
     """
 
-    kind: Literal["never", "always", "every", "acceptance-drops", "gated"] = "gated"
+    kind: Kind = "gated"
     every: Count = 10
     drop: Share = 0.03
 
@@ -329,7 +330,7 @@ class TrainingSchedule:
             since = rl_step - (self.trainings[-1] if self.trainings else first)
             last = "the last training" if self.trainings else "the start"
             return Decision(since >= self.config.every, f"{since} of {self.config.every} RL steps since {last}")
-        return self._gated(rl_step) if self.config.kind == "gated" else self._dropped(rl_step)
+        return self._gated(rl_step)
 
     def serves(self, attempt: Attempt) -> bool:
         """True if the drafter of a training goes into service: always, except that the gated kind judges it.
@@ -390,23 +391,6 @@ class TrainingSchedule:
             self._first = rl_step
         return self._first
 
-    def _dropped(self, rl_step: int) -> Decision:
-        rows = [row for row in self.record if row.accept_length is not None and row.rl_step < rl_step]
-        noise = self._noise()
-        now = [row for row in rows if row.training == len(self.trainings)]
-        if not now:
-            if len(self.trainings) == 1 and not self.pretrained:
-                return Decision(True, "the drafter was trained once and what that brought is not known")
-            gain = self._gain(rows, len(self.trainings) - 1, noise)
-            return Decision(bool(gain), gain or "nothing was drafted since the last training")
-        if gain := self._gain(rows, len(self.trainings), noise):
-            return Decision(True, gain)
-        best, mean, first = self._fallen(now, noise)
-        if first is not None:
-            steps = f"RL step {first.rl_step}" + ("" if first is now[-1] else f" to {now[-1].rl_step}")
-            return Decision(True, f"the accepted length fell from {best:.2f} to {mean:.2f} ({steps})")
-        return Decision(False, f"the accepted length is {now[-1].accept_length:.2f}, at best {best:.2f}")
-
     def _gated(self, rl_step: int) -> Decision:
         rows = [row for row in self.record if row.rl_step < rl_step]
         attempts = [attempt for attempt in self.attempts if attempt.rl_step < rl_step]
@@ -415,35 +399,21 @@ class TrainingSchedule:
         if since and since[0].rl_step == last.rl_step and last.better:
             # This rollout ran with the drafter before the training: scale it by the expected gain.
             since[0] = replace(since[0], accept_length=(since[0].accept_length or 1.0) * math.exp(last.gain))
-        best, mean, fell = self._fallen(since[-_NEWEST:], self._noise())
-        return worth_training(rl_step, rows, attempts, 1.0 - mean / best if fell else 0.0)
+        return worth_training(rl_step, rows, attempts, self._fallen(since[-_NEWEST:]))
 
-    def _fallen(self, now: Sequence[RolloutDrift], noise: float) -> tuple[float, float, RolloutDrift | None]:
-        """The best accepted length, the latest, and the first rollout of the latter if it is surely lower by `drop`.
-
-        Where it is not the latter is the mean of all; nan where there are no rollouts.
-        """
+    def _fallen(self, now: Sequence[RolloutDrift]) -> float:
+        """The share by which accepted lengths are below their best, where that is surely more than `drop`; else 0."""
         if not now:
-            return math.nan, math.nan, None
+            return 0.0
+        noise = self._noise()
         lengths, drafts = _columns(now)
-        mean = level = _pooled(lengths, drafts, noise)[0]
+        level = _pooled(lengths, drafts, noise)[0]
         best, low = _best(lengths, drafts, noise, level)
         for first in reversed(range(len(now))):
             mean, error = _pooled(lengths[first:], drafts[first:], noise, level)
             if mean + error < (1 - self.config.drop) * low:
-                return best, mean, now[first]
-        return best, mean, None
-
-    def _gain(self, rows: Sequence[RolloutDrift], training: int, noise: float) -> str:
-        """Sentence on a training that raised the accepted length by more than `drop`; "" if it did not."""
-        before = [row for row in rows if row.training < training][-1:]
-        after = [row for row in rows if row.training == training][:1]
-        if not before or not after or training == 0:
-            return ""
-        (old, old_error), (new, new_error) = (_pooled(*_columns(rows), noise) for rows in (before, after))
-        if new - new_error <= (1 + self.config.drop) * (old + old_error):
-            return ""
-        return f"the last training that can be judged raised the accepted length from {old:.2f} to {new:.2f}"
+                return 1.0 - mean / best
+        return 0.0
 
     def _noise(self) -> float:
         """Relative spread of a rollout's mean about the trend, prompts included; 0 for too few rollouts."""
