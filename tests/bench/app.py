@@ -52,28 +52,6 @@ def sim(
 
 @app.command()
 @command
-def commands(
-    only: str = option("Commands to run, with commas: simulate,tune, or 'simulate none'; '' for all.", ""),
-    sizes: str = option(
-        "Inputs, with commas: shipped traces, and CSVs of so many RL steps x 2,048 responses.",
-        "tiny,subset-sum-small,8,300",
-    ),
-    rounds: int = option("Times that every command runs, in turn.", 3, min=1),
-    timeout: float = option("Seconds after which a command is ended.", 300, min=0.01),
-    out: Result = None,
-) -> None:
-    """What users wait for: seconds, processor seconds and peak memory of whole commands, and how these grow.
-
-    Example: tltlab bench commands --only simulate,what-if --sizes tiny,8,300
-    """
-    from .commands import bench_commands, text
-
-    _check(out)
-    _tell(bench_commands(_names(sizes), _names(only), rounds=rounds, timeout_s=timeout, progress=progress), text, out)
-
-
-@app.command()
-@command
 def accuracy(
     data: Annotated[Path, Option(help="Folder of the measurements that the cost models are held against.")],
     left_out: bool = option(
