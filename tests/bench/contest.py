@@ -158,22 +158,6 @@ def judged(regime: PolicyRegime, seeds: Sequence[int]) -> list[Row]:
     return rows
 
 
-def by_part(regime: PolicyRegime, names: Sequence[str], seed: int) -> pd.DataFrame:
-    """Where policies lose: a row per policy and part of the rollouts, with its seconds and those above the oracle's.
-
-    `lost` is the latter as a share of all the oracle's seconds, so the parts of a policy add up to its regret.
-    """
-    policies, least = policies_for(regime), regime.seconds_by_part(None, seed)
-    total = sum(least.values())
-    return pd.DataFrame(
-        [
-            {"policy": name, "part": part, "seconds": took, "lost": (took - least[part]) / total}
-            for name in names
-            for part, took in regime.seconds_by_part(policies[name], seed).items()
-        ]
-    )
-
-
 def verdict(rows: pd.DataFrame) -> str:
     """Verdict: if `adaptive` clears the bar, where it is worst, and which policies are better on average."""
     ours = rows[rows["policy"] == ADAPTIVE]

@@ -6,8 +6,9 @@ as when a drafter learns or a machine slows down. Recorded traces come with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,6 @@ from tltlab.lengths.model import REGIMES
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import CustomSpec
-from tltlab.sim.engine.record import SimulatedRollout
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.tuning.cases import oracle_policy
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -39,10 +39,6 @@ NOISE = IterationNoise(
     blocks=(Block(iterations=16, share=0.3),),
 )
 """Iterations that scatter by 8 %, mostly upwards, a third of it in blocks of 16: less than on busy cores."""
-
-
-PARTS = {"most run": 0.5, "an eighth to a half": 0.125, "the tail": 0.0}
-"""Parts of a rollout by the share of a worker's requests that still run: above this, and up to the part before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,26 +57,15 @@ class PolicyRegime:
         depths = range(1, MAX_DEPTH + 1)
         return (NO_SPECULATION, *(Strategy.chain(name, depth) for name in self.drafters for depth in depths))
 
-    def _rollouts(self, policy: Policy | None, seed: int) -> Iterator[SimulatedRollout]:
-        """Seconds of all phases under one policy; None is the per-iteration oracle, which knows each phase's costs."""
-        kept = None if policy is None else lasting(policy)
-        for phase in self.phases:
-            seeded = replace(phase, seed=seed)
-            yield from seeded.rollouts(kept or oracle_policy(seeded, self.strategies))
-
     def seconds(self, policy: Policy | None, seed: int) -> Floats:
-        """Makespan of each RL step, under selectors that live through all of them, or the oracle (None)."""
-        return np.array([rollout.makespan_s for rollout in self._rollouts(policy, seed)])
+        """Makespan of each RL step, under selectors that live through all of them; None is the per-iteration oracle.
 
-    def seconds_by_part(self, policy: Policy | None, seed: int) -> dict[str, float]:
-        """Seconds of decoding on all workers by `PARTS` of the rollouts; None is the per-iteration oracle."""
-        seconds = dict.fromkeys(PARTS, 0.0)
-        for rollout in self._rollouts(policy, seed):
-            for columns in (log.columns for log in rollout.logs if len(log.columns)):
-                running = columns.batch / columns.batch.max()
-                for (name, above), (_, most) in zip(PARTS.items(), [("", 1.0), *PARTS.items()], strict=False):
-                    seconds[name] += float(columns.seconds[(running > above) & (running <= most)].sum())
-        return seconds
+        The oracle knows each phase's costs.
+        """
+        kept = None if policy is None else lasting(policy)
+        seeded = [replace(phase, seed=seed) for phase in self.phases]
+        rollouts = (s.rollouts(kept or oracle_policy(s, self.strategies)) for s in seeded)
+        return np.array([rollout.makespan_s for rollout in chain.from_iterable(rollouts)])
 
 
 def lasting(policy: Policy) -> Policy:

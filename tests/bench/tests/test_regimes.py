@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 from bench import contest
-from bench.contest import ADAPTIVE, ORACLE, SOURCES, by_part, judged, verdict
-from bench.regimes import PARTS, best_fixed, lasting, regimes
+from bench.contest import ADAPTIVE, ORACLE, SOURCES, judged, verdict
+from bench.regimes import best_fixed, lasting, regimes
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import load_policy
@@ -62,18 +62,6 @@ def test_the_verdict_goes_by_the_worst_regime(ratios, words):
     rows = [row | {"regime": f"r{i}", "policy": ADAPTIVE, "ratio": ratio} for i, ratio in enumerate(ratios)]
     text = verdict(pd.DataFrame([*rows, row | {"regime": "r0", "policy": "goodput", "ratio": 0.85}]))
     assert all(fact in text for fact in (words, "(r1)", "goodput"))
-
-
-def test_the_parts_of_a_rollout_add_up(found):
-    tiny = found["tiny"]
-    rows = by_part(tiny, [ADAPTIVE, "none"], 0)
-    assert set(rows["part"]) == set(PARTS)
-    decoding = {name: part["seconds"].sum() for name, part in rows.groupby("policy")}
-    took = tiny.seconds(load_policy("none"), 0).sum()
-    assert 0.5 * took < decoding["none"] <= took, "one worker decodes but while it prefills"
-    oracle = sum(tiny.seconds_by_part(None, 0).values())
-    for name, part in rows.groupby("policy"):
-        assert part["lost"].sum() == pytest.approx(decoding[name] / oracle - 1.0)
 
 
 def test_a_regime_that_is_none_is_named(found, monkeypatch):
