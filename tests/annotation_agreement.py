@@ -1,7 +1,5 @@
 """Annotated acceptance against what a recording's own drafts had kept, at the same positions of the same responses."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

@@ -4,8 +4,6 @@ Every broken promise raises AssertionError that names the promise and its place.
 come through as they are.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tltlab.drafters.budget import DraftBudget

@@ -9,8 +9,6 @@ Files are looked at before and after every call that changes names or confirms s
 writes them: Python, Arrow or safetensors.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

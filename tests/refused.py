@@ -1,7 +1,5 @@
 """What is wrong is refused with an error of a class whose message names the facts: option, value, file, line."""
 
-from __future__ import annotations
-
 import re
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Rows of spot_training.parquet from a clock that ticks update by update: what a run would write, the truth known."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

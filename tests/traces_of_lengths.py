@@ -1,7 +1,5 @@
 """Traces of responses known by their lengths alone, and tables of iterations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

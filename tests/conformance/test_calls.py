@@ -4,8 +4,6 @@ The engine is played by a scheduler of its own below, written in the words of vL
 tokens kept of each draft and the seconds of each iteration, and schedules by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 The engines of the pool are played below, in the time of an event loop whose clock jumps from event to event.
 """
 
-from __future__ import annotations
-
 import asyncio
 from array import array
 from collections.abc import Callable, Sequence

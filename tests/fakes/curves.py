@@ -1,7 +1,5 @@
 """An own acceptance model whose requests differ by level, and drift with the tokens that they generated."""
 
-from __future__ import annotations
-
 import hashlib
 from statistics import NormalDist
 

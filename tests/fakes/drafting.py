@@ -1,7 +1,5 @@
 """A policy that follows a script, and a drafter that repeats what it heard last."""
 
-from __future__ import annotations
-
 from tltlab.drafters.base import Draft, Drafter
 from tltlab.policies.selector import Selector
 

@@ -1,7 +1,5 @@
 """The clairvoyant bounds against the exact optimum of small rollouts, found by searching all that a schedule can do."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import combinations, count, product

@@ -1,7 +1,5 @@
 """Acceptance by context: the published head, presets, texts and files, and what holds around it."""
 
-from __future__ import annotations
-
 import csv
 
 import numpy as np

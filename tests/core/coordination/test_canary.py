@@ -1,7 +1,5 @@
 """The canary: what it calls collapsed, how seldom it is wrong, and that it forgets nothing it must know."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import groupby

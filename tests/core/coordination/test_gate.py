@@ -1,7 +1,5 @@
 """The gate before a drafter's service and training: what is judged, what it costs, and when it pays."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """When drafters are trained, which drop of their acceptance counts, and what the record says."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

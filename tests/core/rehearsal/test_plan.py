@@ -1,7 +1,5 @@
 """The plan of a rehearsal, made before any engine starts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

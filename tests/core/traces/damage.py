@@ -1,7 +1,5 @@
 """Damages files, as a bad disk does."""
 
-from __future__ import annotations
-
 import os
 import random
 from contextlib import suppress

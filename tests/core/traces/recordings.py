@@ -1,7 +1,5 @@
 """Rows as a run records them, and recordings that a run has left."""
 
-from __future__ import annotations
-
 import multiprocessing
 
 from tltlab.traces.recorder import Recorder, repair

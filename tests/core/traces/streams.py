@@ -1,7 +1,5 @@
 """Makes traces RL step by RL step, and measures what memory work on a long one takes."""
 
-from __future__ import annotations
-
 import gc
 import tracemalloc
 

@@ -3,8 +3,6 @@
 `TLTLAB_CRASH=1` looks at every state that the disk may be in, else at some, always the same.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

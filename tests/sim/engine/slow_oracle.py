@@ -3,8 +3,6 @@
 It exists to check the engine: same semantics, written as directly as the text of the command line has them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

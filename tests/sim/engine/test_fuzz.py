@@ -1,7 +1,5 @@
 """What holds of every simulation, whatever lengths, limits, costs, acceptance and policy meet."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One question has one answer, whichever of compare, what-if, tune and simulate it is put to."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings

@@ -1,7 +1,5 @@
 """The 90 % range of a verdict: which inputs make it wide, and that it is never narrower for knowing less."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

@@ -1,7 +1,5 @@
 """`compare`: each row is what simulating it alone gives, however policies, traces and lists of values are given."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

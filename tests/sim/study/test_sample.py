@@ -1,8 +1,6 @@
 """Answers from a sample of RL steps: near those of the whole run, as sure as costs allow, the same on any number of
 processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

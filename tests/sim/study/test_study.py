@@ -1,7 +1,5 @@
 """A study fills one long table: a row per cell and RL step, whatever happens to the cells beside."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tuning a policy in simulation: what wins, on what it is judged, and when it says that tuning is not worth it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Simulations written as the RUN that would have recorded them, so that `verify` can be held against a known truth."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

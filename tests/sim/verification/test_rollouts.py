@@ -1,7 +1,5 @@
 """Predicted against measured: on simulated recordings, where the truth is known, and on a recorded one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
