@@ -262,51 +262,36 @@ class RolloutConfig(FiniteModel):
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     # Shao et al. 2024, arXiv 2402.03300, Eq. 3; KL coefficient 0.04 (section 4.2). No clip range given: PPO's 0.2.
-    "grpo": {
-        "advantage_scale": "group", "aggregation": "sequence", "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.04,
-    },
+    "grpo": {"aggregation": "sequence", "clip_high": 0.2, "kl_coef": 0.04},
     # Liu et al. 2025, arXiv 2503.20783: neither standard deviation nor length in a denominator, no reference model.
-    "dr-grpo": {"advantage_scale": "none", "aggregation": "constant", "clip_low": 0.2, "clip_high": 0.2},
+    "dr-grpo": {"advantage_scale": "none", "aggregation": "constant", "clip_high": 0.2},
     # Yu et al. 2025, arXiv 2503.14476, Eqs. 8-13: clip-higher, token-level loss, soft overlong punishment, dynamic
     # sampling (at most 10 rollouts, as in its published scripts); overlong filtering is its other way: "filter".
-    "dapo": {
-        "advantage_scale": "group", "aggregation": "token", "clip_low": 0.2, "clip_high": 0.28, "overlong": "penalty",
-        "sampling_rounds": 10,
-    },
+    "dapo": {"overlong": "penalty", "sampling_rounds": 10},
     # Liu et al. 2025, arXiv 2510.15110: DAPO's clip and dynamic sampling, rewards normalised over the batch, and
     # truncation as the only length penalty.
-    "dler": {
-        "advantage_scale": "batch", "aggregation": "token", "clip_low": 0.2, "clip_high": 0.28, "overlong": "zero",
-        "sampling_rounds": 10,
-    },
+    "dler": {"advantage_scale": "batch", "overlong": "zero", "sampling_rounds": 10},
     # Ahmadian et al. 2024, arXiv 2402.14740: a response is one action, so that its tokens' log-probs are summed. No
     # clip range: it takes one optimizer step per RL step. Its KL penalty, and that of the next two, is left to kl_coef.
-    "rloo": {
-        "baseline": "leave_one_out", "advantage_scale": "none", "aggregation": "constant", "clip_low": 0.2,
-        "clip_high": 0.2,
-    },
+    "rloo": {"baseline": "leave_one_out", "advantage_scale": "none", "aggregation": "constant", "clip_high": 0.2},
     # Hu et al. 2025, arXiv 2501.03262: advantages normalised over the batch, without a baseline for any number of
     # responses to a prompt, or less the group's mean.
-    "reinforce++": {
-        "baseline": "none", "advantage_scale": "batch", "aggregation": "token", "clip_low": 0.2, "clip_high": 0.2,
-    },
-    "reinforce++-baseline": {
-        "baseline": "group", "advantage_scale": "batch", "aggregation": "token", "clip_low": 0.2, "clip_high": 0.2,
-    },
+    "reinforce++": {"baseline": "none", "advantage_scale": "batch", "clip_high": 0.2},
+    "reinforce++-baseline": {"advantage_scale": "batch", "clip_high": 0.2},
     # Zheng et al. 2025, arXiv 2507.18071, Eq. 5 and section 5.1: one ratio for a response, and clip ranges as narrow as
     # its geometric mean; no reference model.
     "gspo": {
-        "ratio": "sequence", "correction_level": "sequence", "advantage_scale": "group", "aggregation": "sequence",
-        "clip_low": 3e-4, "clip_high": 4e-4,
+        "ratio": "sequence", "correction_level": "sequence", "aggregation": "sequence", "clip_low": 3e-4,
+        "clip_high": 4e-4,
     },
     # MiniMax-M1, arXiv 2506.13585, section 3.1: no lower bound, DAPO's length penalty and dynamic sampling, no
     # reference model. Its upper bound is not published: weights of up to 5 are a choice of ours.
-    "cispo": {
-        "objective": "cispo", "advantage_scale": "group", "aggregation": "token", "clip_low": 1.0, "clip_high": 4.0,
-        "overlong": "penalty", "sampling_rounds": 10,
-    },
+    "cispo": {"objective": "cispo", "clip_low": 1.0, "clip_high": 4.0, "overlong": "penalty", "sampling_rounds": 10},
 }  # fmt: skip
-"""Published algorithms as settings of one loss: values of `train.algorithm` for fields that a recipe leaves out."""
+"""Published algorithms as settings of one loss: values of `train.algorithm` for fields that a recipe leaves out.
+
+Those in which they differ from the defaults of `TrainConfig`, which are DAPO's clip range and mean over tokens.
+"""
 
 
 OBJECTIVES = ("clip", "cispo")

@@ -484,7 +484,7 @@ class GrpoRun:
         inference_s = time.perf_counter() - start + collected.score_s
 
         start = time.perf_counter()
-        metrics |= asdict(self.trainers.update(rl_step))
+        metrics |= asdict(self.trainers.ask("update", rl_step))
         train_s = time.perf_counter() - start
 
         start = time.perf_counter()
@@ -635,7 +635,7 @@ class GrpoRun:
 
         def measured() -> list[ProcessMemory]:
             driver = ProcessMemory.now("driver", 0, {"history": self.pool.history.num_bytes})
-            return [*self.pool.ask("memory"), self.trainers.memory(), *self.drafting.memory(), driver]
+            return [*self.pool.ask("memory"), self.trainers.ask("memory"), *self.drafting.memory(), driver]
 
         self._ahead.settle()
         memory = self._through(measured)
@@ -662,7 +662,7 @@ class GrpoRun:
         self.actors.trainers_turn()
 
         def write(folder: Path) -> None:
-            self.trainers.save_checkpoint(str((folder / "trainer").resolve()))
+            self.trainers.ask("save_checkpoint", str((folder / "trainer").resolve()))
             parts = {
                 "recipe_policy": self.policy.model_dump(mode="json"),
                 **self.data.state_dict(folder / "rollouts"),
@@ -709,7 +709,7 @@ class GrpoRun:
             pool.lengths = parts.get("lengths", {})
             pool.belief = LengthBelief(**parts.get("belief", {}))
             self.actors.trainers_turn()
-            self.trainers.load_checkpoint(str((folder / "trainer").resolve()))
+            self.trainers.ask("load_checkpoint", str((folder / "trainer").resolve()))
         self.events.rl_step = state.rl_step
         # Before the drafters' record is restored: new weights make their canary check anew.
         self.actors.push_weights(state.policy_version)
@@ -807,7 +807,7 @@ class GrpoRun:
         folder = self.checkpoints.folder / name
         self.actors.trainers_turn()
         with new_folder(folder) as written:
-            self.trainers.save(str(written.resolve()))
+            self.trainers.ask("save", str(written.resolve()))
             if record is not None:
                 write_json(written / BEST, record)
         return folder

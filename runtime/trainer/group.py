@@ -20,12 +20,11 @@ from tltlab.runtime.ray.actors import error_of, runtime_env
 from tltlab.runtime.ray.scratch import scratch_folder
 from tltlab.runtime.recipe.engines import start_timeout_s
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.run.memory import ProcessMemory
 
 from .losses import Mismatch
 from .ranks import ALLOCATOR
 from .samples import Pair, Sample, share_out
-from .trainer import Trainer, UpdateMetrics
+from .trainer import Trainer
 
 NOTICE_S = 10.0
 """Most seconds until Ray reports an actor's failure: its peers may notice before."""
@@ -100,22 +99,12 @@ class TrainerGroup:
             for rank in range(recipe.train.data_ranks)
         ]
         size = recipe.train.sequence_parallel
-        mismatch: Mismatch = self._each("old_logprobs", lambda rank: (shares[rank // size], rank_of, rl_step))[0]
+        mismatch: Mismatch = self._ask("old_logprobs", lambda rank: (shares[rank // size], rank_of, rl_step))
         return mismatch
-
-    def update(self, rl_step: int) -> UpdateMetrics:
-        """See `Trainer.update`."""
-        metrics: UpdateMetrics = self._all("update", rl_step)[0]
-        return metrics
 
     def score(self, pairs: Sequence[Pair], *, distributions: bool = False) -> list[np.ndarray]:
         """See `Trainer.score`."""
-        return list(self._all("score", ray.put(list(pairs)), distributions=distributions)[0])
-
-    def memory(self) -> ProcessMemory:
-        """See `Trainer.memory`; of rank 0."""
-        memory: ProcessMemory = self._all("memory")[0]
-        return memory
+        return list(self.ask("score", ray.put(list(pairs)), distributions=distributions))
 
     def send_weights(self, workers: Sequence[Any], version: int, transport: WeightTransport = "host") -> None:
         """Send the policy's weights to rollout workers as `version`; a worker's failure is raised by its next call.
@@ -125,7 +114,7 @@ class TrainerGroup:
         engines = Engines(workers, version, transport=transport, gpus_each=self.recipe.rollout.tensor_parallel_size)
         # Two calls at once might reach ranks in different orders.
         with self._sending:
-            self._all("send_weights", engines)
+            self.ask("send_weights", engines)
 
     def frozen(self) -> Any:
         """Return a reference to the FrozenTarget that a drafter shares with the policy, once all ranks are done."""
@@ -135,26 +124,14 @@ class TrainerGroup:
         self._wait([done for done, _ in refs], "frozen")
         return refs[0][1]
 
-    def save(self, folder: str) -> None:
-        """Write the policy as a Hugging Face folder."""
-        self._all("save", str(folder))
-
-    def save_checkpoint(self, folder: str | Path) -> None:
-        """See `Trainer.save_checkpoint`; the folder must be visible on every rank's machine."""
-        self._all("save_checkpoint", str(folder))
-
-    def load_checkpoint(self, folder: str | Path) -> None:
-        """See `Trainer.load_checkpoint`."""
-        self._all("load_checkpoint", str(folder))
-
     def release(self, *, keep: bool = False) -> None:
         """Free what only passes need, and with `train.offload` the ranks' tensors too, unless they `keep` them."""
-        self._all("offload" if self.recipe.train.offload and not keep else "release")
+        self.ask("offload" if self.recipe.train.offload and not keep else "release")
 
     def onload(self) -> None:
         """Move everything back."""
         if self.recipe.train.offload:
-            self._all("onload")
+            self.ask("onload")
 
     def close(self) -> None:
         """End all ranks."""
@@ -175,15 +152,19 @@ class TrainerGroup:
         _, address, port = places[0]
         return f"tcp://{address}:{port}"
 
-    def _all(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        return self._each(method, lambda rank: args, **options)
+    def ask(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of `Trainer` on all ranks, and return the first one's answer.
 
-    def _each(self, method: str, args_of: Callable[[int], tuple[Any, ...]], **options: Any) -> list[Any]:
-        """Return each rank's result of the trainer's method with its own arguments; None for all but the first."""
+        Folders must be visible on every rank's machine.
+        """
+        return self._ask(method, lambda rank: args, **options)
+
+    def _ask(self, method: str, args_of: Callable[[int], tuple[Any, ...]], **options: Any) -> Any:
+        """Do the same with each rank's own arguments."""
         if not self.handles:
             raise TrainerDied(f"no trainer is running to {method}: start the group first")
         calls = [actor.ask.remote(method, *args_of(rank), **options) for rank, actor in enumerate(self.handles)]
-        return self._wait(calls, method)
+        return self._wait(calls, method)[0]
 
     def _wait(self, refs: list[Any], verb: str, timeout_s: float | None = None) -> list[Any]:
         pending, began = list(refs), time.monotonic()

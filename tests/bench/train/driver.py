@@ -124,7 +124,7 @@ def _watch(run: grpo.GrpoRun, meter: Meter, stack: ExitStack) -> None:
         (run.pool, "remember", "history"),
         (run.reward_pool, "rewards", "rewards"),
         (run.trainers, "old_logprobs", "samples"),
-        (run.trainers, "update", "samples"),
+        (run.trainers, "ask", "samples"),
         (run, "_record", "trace rows"),
         (grpo, "step_metrics", "figures"),
         (run._recorder, "_write", WRITER),

@@ -155,11 +155,11 @@ def test_the_best_policy_is_kept_whole(tmp_path):
     run = GrpoRun.__new__(GrpoRun)
     run.actors, run.state, run.checkpoints = Actors([]), RunState(), RunCheckpoints(tmp_path, 2)
 
-    def save(folder):
+    def save(method, folder):
         if run.rl_step == 9:
             raise KeyboardInterrupt
 
-    run.trainers = SimpleNamespace(save=save)
+    run.trainers = SimpleNamespace(ask=save)
     for rl_step, reward, kept in ((2, 0.5, 2), (4, 0.5, 2), (6, 0.7, 6), (8, 0.2, 6), (4, 0.2, 4), (6, 0.7, 6)):
         run.state.rl_step = rl_step
         run.keep_best(reward)

@@ -39,7 +39,7 @@ def one_rank(recipe):
 
 
 def weights_of(group):
-    return group._all("weights")[0]
+    return group.ask("weights")
 
 
 def flat(weights):
@@ -64,7 +64,7 @@ def test_two_ranks_train_what_one_does(group, recipe, tmp_path):
     alone = one_rank(recipe)
     # Of two samples in three mini-batches a rank has none to work on.
     for rl_step, drawn in enumerate((samples(), samples()[:2])):
-        measured = asdict(group.old_logprobs(drawn)) | asdict(group.update(rl_step))
+        measured = asdict(group.old_logprobs(drawn)) | asdict(group.ask("update", rl_step))
         expected = asdict(alone.old_logprobs(drawn)) | asdict(alone.update(rl_step))
         assert measured == pytest.approx(expected, abs=1e-4, rel=1e-4)
         assert near(flat(weights_of(group)), flat(alone.weights()), 1e-5)
@@ -73,20 +73,20 @@ def test_two_ranks_train_what_one_does(group, recipe, tmp_path):
         scores = [each.score(pairs, distributions=whole) for each in (group, alone)]
         assert all(near(found, wanted, 1e-4) for found, wanted in zip(*scores, strict=True))
 
-    group.save_checkpoint(tmp_path / "two")
+    group.ask("save_checkpoint", str(tmp_path / "two"))
     group.old_logprobs(samples())
-    group.update(2)
+    group.ask("update", 2)
     went_on = flat(weights_of(group))
-    group.load_checkpoint(tmp_path / "two")
+    group.ask("load_checkpoint", str(tmp_path / "two"))
     resumed = one_rank(recipe)
     resumed.load_checkpoint(str(tmp_path / "two"))
     assert (flat(weights_of(group)) == flat(resumed.weights())).all()
     group.old_logprobs(samples())
-    group.update(2)
+    group.ask("update", 2)
     assert (flat(weights_of(group)) == went_on).all()
 
     resumed.save_checkpoint(str(tmp_path / "one"))
-    group.load_checkpoint(tmp_path / "one")
+    group.ask("load_checkpoint", str(tmp_path / "one"))
     assert (flat(weights_of(group)) == flat(resumed.weights())).all()
 
 
@@ -96,7 +96,7 @@ def test_a_drafter_and_a_folder_get_whole_tensors(group, tmp_path):
     assert torch.equal(frozen.embedding, weights["model.embed_tokens.weight"])
     assert torch.equal(frozen.lm_head, frozen.embedding)
     assert frozen.lm_head is frozen.embedding
-    group.save(str(tmp_path / "saved"))
+    group.ask("save", str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "model.safetensors").exists()
 
 
@@ -109,7 +109,7 @@ def test_a_rank_waits_for_the_others_as_configured(group):
 
 
 def test_a_dead_rank_ends_the_others(group, tmp_path):
-    group.save_checkpoint(tmp_path)
+    group.ask("save_checkpoint", str(tmp_path))
     before = flat(weights_of(group))
     processes = pids(group)
     group.old_logprobs(samples() * 20)
@@ -117,20 +117,20 @@ def test_a_dead_rank_ends_the_others(group, tmp_path):
     start = time.monotonic()
     with refused(TrainerDied):
         for rl_step in itertools.count():
-            group.update(rl_step)
+            group.ask("update", rl_step)
     assert time.monotonic() - start < 120
     with refused(TrainerDied, naming=("trainer",)):
-        group.update(0)
+        group.ask("update", 0)
 
     group.restart()
-    group.load_checkpoint(tmp_path)
+    group.ask("load_checkpoint", str(tmp_path))
     assert (flat(weights_of(group)) == before).all()
     assert not set(processes) & set(pids(group))
 
 
 def test_a_ranks_error_arrives_as_itself(group, tmp_path):
     with refused(RunError):
-        group.load_checkpoint(tmp_path / "nothing")
+        group.ask("load_checkpoint", str(tmp_path / "nothing"))
     assert not group.handles
 
 
