@@ -42,6 +42,8 @@ _IN_ENVELOPES, ENVELOPES = set(_TABLE["envelopes"]["kinds"]), set(_TABLE["envelo
 REASONS: dict[str, list[str]] = _TABLE["finish_reasons"]
 KINDS = {meaning: set(kinds) for meaning, kinds in _TABLE["kinds"].items()}
 """Kinds by what their fields mean in a record."""
+APART = set(_TABLE["apart"]["names"])
+"""Names of counts that are beside the response's or the prompt's."""
 WRAPPERS = _TABLE["envelopes"]["lists"]
 FORMATS = _TABLE["formats"]
 

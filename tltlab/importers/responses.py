@@ -20,6 +20,7 @@ from tltlab.config import shown
 from tltlab.errors import TraceError
 
 from .fields import (
+    APART,
     KINDS,
     NAMES,
     REASONS,
@@ -367,7 +368,8 @@ class Reader:
         own = list(frame.columns)
         failed = self._failed(records)
         lengths, exact = self._response_tokens(records, failed)
-        prompts = self._prompt_tokens(records, lengths)
+        lengths, known = self._settled(records, lengths, self._known_prompts(records), exact & ~failed)
+        prompts = self._prompt_tokens(records, lengths, known)
         self._note_turns(records)
         result = pd.DataFrame({"response_tokens": lengths, "is_exact": exact, "prompt_tokens": prompts})
         result["rl_step"] = self._rl_steps(records)
@@ -523,11 +525,57 @@ class Reader:
             return self._tokens_in(frame, column, "head")
         return None
 
-    def _prompt_tokens(self, records: Records, lengths: Any) -> Any:
+    def _settled(self, records: Records, lengths: Any, prompts: Any, counted: Any) -> tuple[Any, Any]:
+        """Return tokens of responses and prompts with those that are counted beside them, as each total says.
+
+        Raises TraceError for a total that is no sum of them, and for a part that is more than its whole.
+        """
+        if self.reading.column:
+            return lengths, prompts
+        asked = np.full(len(lengths), np.nan) if prompts is None else prompts
+        response, response_apart, names = self._parts(records, "response_part")
+        prompt, prompt_apart, _ = self._parts(records, "prompt_part")
+        column, whole = self._column(records, "total"), self.used.get("response_tokens", "the response")
+        total = np.full(len(lengths), np.nan) if column is None else self._whole(records, column, 0, may_miss=True)
+        said, known = lengths + np.where(counted, response_apart, 0.0), asked + prompt_apart
+        open_ = counted & ~np.isnan(total)
+        if (wrong := counted & ~open_ & (response - response_apart > lengths)).any():
+            at = int(np.argmax(wrong))
+            choose = f"a field total_tokens decides, or {BY_OPTION.format('--column')}"
+            records.fault(at, whole, f"got {lengths[at]:g}, and {' + '.join(names)} is {response[at]:g}: {choose}")
+        for more_asked in (0.0, prompt):
+            for more in (0.0, response):
+                fits = open_ & (total == lengths + more + asked + more_asked)
+                said, known = np.where(fits, lengths + more, said), np.where(fits, asked + more_asked, known)
+                open_ = open_ & ~fits
+        if (wrong := open_ & ((total < said) | ~np.isnan(asked))).any():
+            at = int(np.argmax(wrong))
+            wanted = f"more than {said[at]:g}, {whole}"
+            if not np.isnan(asked[at]):
+                wanted = f"{said[at] + known[at]:g}, the sum of {whole} and {self.used['prompt_tokens']}"
+            choose = f"name the lengths of responses: {BY_OPTION.format('--column')}"
+            records.fault(at, str(column), f"got {total[at]:g}, wanted {wanted}; {choose}")
+        if (said != lengths).any():
+            self.note(f"response tokens have {' and '.join(names)} added, which are beside them")
+        return said, known if prompts is not None else None
+
+    def _parts(self, records: Records, kind: str) -> tuple[Any, Any, list[str]]:
+        """Tokens that may be beside others, those of them that always are, and the columns."""
+        columns = {
+            plain(column).rpartition(".")[2]: column
+            for column in matches(records.frame.columns, kind, lambda c: not missing_in(records.frame[c]).all())[::-1]
+        }
+        parts, apart = np.zeros(len(records.frame)), np.zeros(len(records.frame))
+        for name, column in columns.items():
+            values = np.nan_to_num(self._whole(records, column, 0, may_miss=True))
+            self._seen.add(column)
+            parts, apart = parts + values, apart + values * (name in APART)
+        return parts, apart, list(columns.values())
+
+    def _prompt_tokens(self, records: Records, lengths: Any, known: Any) -> Any:
         """Tokens of each prompt, NaN unknown: as recorded, of a list, the whole less the response, or of its text."""
         frame = records.frame
-        known = self._known_prompts(records)
-        known = np.full(len(frame), np.nan) if known is None else known.copy()
+        known = np.full(len(frame), np.nan) if known is None else known
         for column in self._listed(frame, "all_ids", "tokens") if np.isnan(known).any() else ():
             # What is called input_ids may be the prompt alone.
             masks = self._listed(frame, "mask")
@@ -587,10 +635,24 @@ class Reader:
                 parts = speech.before if is_conversation and speech.turns else [*speech.others, *speech.generated]
             elif is_conversation and not speech.turns:
                 records.fault(int(at), column, "no message of the model: these are prompts without responses")
+            elif not is_prompt:
+                parts = [*self._reasoning(records.frame, int(at), parts), *parts]
             texts.append("\n".join(parts))
         unique = list(dict.fromkeys(texts))
         count_of = dict(zip(unique, self.reading.tokens.count(unique), strict=True))
         return [count_of[text] if is_prompt else max(1, count_of[text]) for text in texts]
+
+    def _reasoning(self, frame: pd.DataFrame, at: int, parts: Sequence[str]) -> list[str]:
+        """Texts of a record's reasoning that are not in its response."""
+        texts = []
+        for column in matches(frame.columns, "reasoning_text"):
+            speech = conversation_texts(parsed(frame[column].iloc[at]))
+            text = "" if speech is None or is_missing(frame[column].iloc[at]) else "\n".join(speech.generated)
+            self._seen.add(column)
+            if text and not any(text.strip() in part for part in (*parts, *texts)):
+                texts.append(text)
+        self.counts["responses have their reasoning beside them, which is counted"] += bool(texts)
+        return texts
 
     def _note_turns(self, records: Records) -> None:
         """Count responses with several turns, by their number or by messages after the first generated one."""
