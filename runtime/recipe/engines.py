@@ -79,17 +79,20 @@ def model_context(model: str) -> int | None:
 
 def config_of(model: str, name: str = "config.json") -> dict[str, Any]:
     """Read a JSON object of a model's folder, or of a model in the Hugging Face cache; empty where there is none."""
-    if Path(model).is_dir():
-        return read_object(Path(model) / name)
-    # Imported here: slow, and most models are folders.
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    return read_object(model_file(model, name))
 
-    try:
-        cached = try_to_load_from_cache(model, name)
-    except HFValidationError:  # a path
-        return {}
-    return read_object(Path(cached)) if isinstance(cached, str) else {}
+
+def model_file(model: str, name: str) -> Path:
+    """Return the path of a file in a model's folder, or of a model in the Hugging Face cache; it need not exist."""
+    if not Path(model).is_dir():
+        # Imported here: slow, and most models are folders.
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        with suppress(HFValidationError):  # a path
+            if isinstance(cached := try_to_load_from_cache(model, name), str):
+                return Path(cached)
+    return Path(model) / name
 
 
 def vllm_batch(gpu: Gpu | None) -> int:

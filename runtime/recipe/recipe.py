@@ -310,13 +310,15 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return _recipe(fields, overrides, f"recipe {path}")
 
 
-def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequence[str] = ()) -> Recipe:
+def resumed_recipe(
+    run: Path, overrides: Sequence[str] = (), allow_code: Sequence[str] = (), *, allow_other_data: bool = False
+) -> Recipe:
     """Return the recipe of a run to resume, from its `run.json`, with overrides; ConfigError as in `load_recipe`.
 
-    Its modules are searched in the run's own copies first. A policy file that no longer exists is replaced by the run's
-    `policy.json`, as is the policy of a system, even if the system has changed since. ConfigError too for a module, or
-    an argument of vLLM that imports code, which is neither in `allow_code` nor allowed by `tltlab.own.code_allowed`: a
-    run's folder does not choose what is imported.
+    Its modules are searched in the run's own copies first, with `allow_other_data` last. A policy file that no longer
+    exists is replaced by the run's `policy.json`, as is the policy of a system, even if the system has changed since.
+    ConfigError too for a module, or an argument of vLLM that imports code, which is neither in `allow_code` nor allowed
+    by `tltlab.own.code_allowed`: a run's folder does not choose what is imported.
     """
     path = Path(run) / "run.json"
     description = read_json(path)
@@ -334,6 +336,8 @@ def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequenc
         refuse_code(run, names)
         # Without an allowed module nothing there is imported, not even by other modules.
         code = [copies, *(recipe.code or (os.getcwd(),))] if allowed_modules() else []
+    if allow_other_data:
+        code = [*code[1:], *code[:1]]
     return recipe.model_copy(update={"code": tuple(dict.fromkeys(code))})
 
 

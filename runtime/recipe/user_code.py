@@ -27,13 +27,13 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.:]*[.:][A-Za-z_]\w*")
 def keep_code(code: Sequence[str], modules: Iterable[str], run: Path) -> None:
     """Copy modules in the folders `code`, and their imports from there, to RUN/code.
 
-    A resumed run keeps the copies that it has. Imports are found in the source, of modules and of packages with an
-    __init__.py; files that the code reads are not copied.
+    A resumed run keeps the copies that it has where they come first in `code`. Imports are found in the source, of
+    modules and of packages with an __init__.py; files that the code reads are not copied.
     """
     from modulefinder import ModuleFinder
 
     copies = (Path(run) / CODE).resolve()
-    resumed = str(copies) in code
+    resumed = str(copies) in code[:1]
     for folder in (Path(folder).resolve() for folder in code):
         if folder == copies:
             continue

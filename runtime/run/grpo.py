@@ -49,6 +49,7 @@ from tltlab.traces.trace import Trace, read
 
 from .checkpoints import RunCheckpoints, step_of
 from .data import RolledOut, RolloutsAhead, RunData
+from .inputs import check_inputs
 from .logging import RunLog
 from .memory import ProcessMemory
 from .placement import GpuPlacement
@@ -203,7 +204,9 @@ class RunActors:
         self.trainers.restart()
 
 
-def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | None = None) -> dict[str, Any]:
+def train(
+    recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | None = None, allow_other_data: bool = False
+) -> dict[str, Any]:
     """Run a recipe from its first step, or with `resume` from its newest checkpoint, to its last into the folder `out`.
 
     Return the summary that it writes there. KeyboardInterrupt after Ctrl-C (`Stop`), with a checkpoint where the RL
@@ -215,7 +218,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
             raise ConfigError(f"{out} already holds a run; choose another --out, or continue it with --resume {out}")
         # A run can be resumed from any folder.
         recipe = located(recipe)
-    run = GrpoRun(recipe, out, resume=resume, replay=replay)
+    run = GrpoRun(recipe, out, resume=resume, replay=replay, allow_other_data=allow_other_data)
     run.events.watch = lambda sentence: log.note(sentence)
     description, last_step = run_json(run.recipe), run.recipe.train.steps
     evaluates = bool(run.data.heldout) and recipe.eval.num_prompts > 0
@@ -285,8 +288,9 @@ class GrpoRun:
     durable flush per RL step, so a killed run keeps every finished step. With `resume` it continues from the newest
     complete checkpoint below `out`, or from the start where there is none; later steps are repeated, and recorded
     again. `replay` is a trace whose decisions the policy follows until they are used up; `actors` is the class of its
-    actors. A failed rollout worker is restarted while the others continue; after a trainer's failure the run goes back
-    to its newest checkpoint.
+    actors. Resumed with other prompts, answers, model or code it is refused, without `allow_other_data`, and with it
+    events say what differs. A failed rollout worker is restarted while the others continue; after a trainer's failure
+    the run goes back to its newest checkpoint.
     """
 
     def __init__(
@@ -296,6 +300,7 @@ class GrpoRun:
         *,
         resume: bool = False,
         replay: Path | None = None,
+        allow_other_data: bool = False,
         actors: type[RunActors] = RunActors,
     ) -> None:
         if replay is not None:
@@ -318,7 +323,7 @@ class GrpoRun:
         self.watch: Callable[[StepReport], None] = lambda report: None
         """Receives the report of every RL step, also of repeated ones."""
         self._ahead = RolloutsAhead(recipe, self._roll_out)
-        self._resume = resume
+        self._resume, self._allow_other_data = resume, allow_other_data
         self._actors = actors
         self._locked = False
 
@@ -353,6 +358,9 @@ class GrpoRun:
             stack.enter_context(self.locked())
             modules = [part.module for part in self.policy.own_parts]
             keep_code(self.recipe.code, [*code_of(self.recipe), *modules], self.out)
+            asked = {"resume": self._resume, "allow_other": self._allow_other_data}
+            for difference in check_inputs(self.recipe, self.data, self.out, **asked):
+                self.events.note(f"continues with another content of {difference}")
             folder = self.checkpoints.latest(self.events.note) if self._resume else None
             if folder is not None:
                 # The drafter that the run begins with, before any actor starts.

@@ -25,6 +25,7 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
     out: Path | None = option("The run's folder; must not hold a run. [default: runs/run]"),
     resume: Path | None = option("Resume the run in this folder, by its own recipe."),
+    allow_other_data: bool = option("With --resume: with other prompts, answers, model or reward than before.", False),
     replay_decisions: Path | None = option("A trace whose strategies the policy follows while there are any."),
     dry_run: bool = option("Check the recipe; print actors, memory, disk, simulated hours. Start nothing.", False),
     lengths: Path | None = option("With --dry-run: responses of this file or trace instead of each regime's."),
@@ -52,7 +53,10 @@ def train(
         if out is not None:
             raise ConfigError(f"--resume {resume} continues in that folder: leave out --out {out}")
         changes = [recipe, *changes] if recipe else changes
-        loaded, folder = resumed_recipe(resume, changes, allow_code or ()), resume
+        loaded = resumed_recipe(resume, changes, allow_code or (), allow_other_data=allow_other_data)
+        folder = resume
+    elif allow_other_data:
+        raise ConfigError("--allow-other-data is for --resume")
     elif recipe is None:
         raise ConfigError("train needs a recipe, or --resume with a run's folder")
     else:
@@ -74,7 +78,8 @@ def train(
         from tltlab.runtime.run.grpo import train as run
 
         try:
-            summary = run(loaded, folder, resume=resume is not None, replay=replay_decisions)
+            how = {"resume": resume is not None, "allow_other_data": allow_other_data}
+            summary = run(loaded, folder, replay=replay_decisions, **how)
         except KeyboardInterrupt:
             if (folder / "run.json").is_file():
                 newest = newest_whole(folder / "checkpoints")
