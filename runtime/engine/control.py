@@ -181,6 +181,7 @@ class Control:
         output: Sequence[int],
         max_tokens: int,
         drafting: Drafting = "any",
+        embedded_tokens: int = 0,
     ) -> LiveRequest:
         """Add a request that enters the engine; `output` is a live view of its tokens."""
         if not self.live:
@@ -191,6 +192,7 @@ class Control:
             name=name,
             key=key,
             prompt=prompt,
+            embedded_tokens=embedded_tokens,
             output=output,
             max_response_tokens=max_tokens,
             drafting=drafting,

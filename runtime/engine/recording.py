@@ -302,7 +302,7 @@ class LiveRecording(Observer):
             "workload",
             **key_columns(live.key),
             epoch=epoch,
-            prompt_tokens=len(live.prompt),
+            prompt_tokens=live.num_prompt_tokens,
             max_response_tokens=live.max_response_tokens,
             policy_version=live.version,
         )

@@ -15,10 +15,10 @@ Drafting = Literal["any", "none", "none beside"]
 class LiveRequest:
     """A request in the engine, with the fields of `tltlab.state.RequestState`, always current.
 
-    `output` is a live view of its tokens. It arrived at `arrived_s` and had its first token at `first_token_s`, in
-    seconds of the tracker's clock. `drafter` made the draft in flight; each model-free drafter was `shown` so many
-    tokens of the output. It arrived under `version` of the weights, and had so many tokens at each of the `updates`
-    since.
+    `output` is a live view of its tokens. A prompt of embeddings has no ids, but `embedded_tokens`. It arrived at
+    `arrived_s` and had its first token at `first_token_s`, in seconds of the tracker's clock. `drafter` made the draft
+    in flight; each model-free drafter was `shown` so many tokens of the output. It arrived under `version` of the
+    weights, and had so many tokens at each of the `updates` since.
 
     `computed` tokens were sampled for it and its client got the first `kept`, both as of `Control.finish`; a client
     that aborts it says how many it `got`. `ended` is the reason and the time at which its turn ended, before it left.
@@ -29,6 +29,7 @@ class LiveRequest:
     prompt: Sequence[int]
     output: Sequence[int]
     max_response_tokens: int
+    embedded_tokens: int = 0
     drafting: Drafting = "any"
     arrived_s: float = 0.0
     first_token_s: float | None = None
@@ -47,6 +48,10 @@ class LiveRequest:
     @property
     def prompt_id(self) -> str:
         return self.key[1]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt) or self.embedded_tokens
 
     @property
     def generated_tokens(self) -> int:

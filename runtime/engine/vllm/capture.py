@@ -91,10 +91,11 @@ class Capture(NullCapture):
 
     def arrived(self, live: LiveRequest) -> None:
         if not self.paused:
-            self._orders.append(("keep", (live.name, live.prompt_id, len(live.prompt))))
+            self._orders.append(("keep", (live.name, live.prompt_id, live.num_prompt_tokens)))
 
     def left(self, live: LiveRequest, reason: str | None) -> None:
-        whole = reason in ("stop", "length")
+        # A prompt of embeddings has no ids.
+        whole = reason in ("stop", "length") and live.num_prompt_tokens == len(live.prompt)
         text = np.array([*live.prompt, *live.output], np.int32) if whole else None
         self._orders.append(("hand_over", (live.name, live.key, len(live.prompt), text)))
 

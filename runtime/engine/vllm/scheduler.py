@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -129,9 +130,16 @@ class Watch:
         least = self._samples.get((rl_step, prompt_id), 0)
         if (oldest := self._samples.put((rl_step, prompt_id), max(least, sample + 1))) is not None:
             self._least_sample = max(self._least_sample, oldest[1])
-        prompt = list(request.prompt_token_ids or ())
-        drafting = drafting_of(request.sampling_params)
-        self.control.add(request.request_id, key, prompt, request._output_token_ids, request.max_tokens, drafting)
+        ids, drafting = request.prompt_token_ids, drafting_of(request.sampling_params)
+        self.control.add(
+            request.request_id,
+            key,
+            list(ids or ()),
+            request._output_token_ids,
+            request.max_tokens,
+            drafting,
+            embedded_tokens=request.num_prompt_tokens if ids is None else 0,
+        )
 
     def ended(self, request: Request) -> None:
         """Note the end of a request's turn, before vLLM has it await the next one, with its own status."""
@@ -250,15 +258,26 @@ class Watch:
         return key[0], key[1], self._samples.get(key[:2], self._least_sample), key[3]
 
     def _new_key(self, request: Request) -> Key:
-        """Return a key for a request without one: its prompt's digest and a running number."""
-        tokens = ",".join(map(str, request.prompt_token_ids or ()))
-        prompt_id = hashlib.blake2b(tokens.encode(), digest_size=8).hexdigest()
+        """Return a key for a request without one: the digest of all that makes its prompt, and a running number."""
+        prompt_id = _prompt_digest(request)
         self._num_nameless += 1
         if self._num_nameless > NAMELESS_PER_STEP and self._open_recording is None:
             self.control.advance(self.control.tracker.rl_step + 1)
             self._num_nameless = 1
         rl_step = self.control.tracker.rl_step
         return rl_step, prompt_id, self._samples.get((rl_step, prompt_id), self._least_sample), 0
+
+
+def _prompt_digest(request: Request) -> str:
+    """Return the digest of a request's token ids, and of its embeddings, images, adapter and cache salt."""
+    digest = hashlib.blake2b(",".join(map(str, request.prompt_token_ids or ())).encode(), digest_size=8)
+    if (embeds := getattr(request, "prompt_embeds", None)) is not None:
+        digest.update(embeds.detach().cpu().contiguous().view(torch.uint8).numpy())
+    adapter, salt = request.lora_request, request.cache_salt
+    names = [*(feature.identifier for feature in request.mm_features or ()), adapter and adapter.lora_name, salt]
+    if any(names):
+        digest.update(repr(names).encode())
+    return digest.hexdigest()
 
 
 def _recording(scheduler: Any, control: Control, settings: Attachment) -> LiveRecording | None:
