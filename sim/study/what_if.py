@@ -44,7 +44,7 @@ from tltlab.traces.trace import Manifest, Trace, file_of_run
 
 from .band import Band, InputErrors, SpeedUp, Times, bands
 from .logged import LoggedRun, Running
-from .reduce import Comparison, compared, comparison, intervals_of
+from .reduce import Comparison, compared, comparison, intervals_of, next_line
 from .sample import Scenarios, small
 from .study import Cell, Study
 from .systems import bind_all, left_out, replayable, system_cell
@@ -243,13 +243,11 @@ class WhatIf:
     @property
     def _next(self) -> str:
         gains = {
-            f"--placement {EXPECTED}": self.best.placement_gain - 1,
-            "--planner gather (the last responses on engines of more GPUs)": self.best.gather_gain - 1,
+            f"--placement {EXPECTED}": self.best.placement_gain,
+            "--planner gather (the last responses on engines of more GPUs)": self.best.gather_gain,
         }
-        steps = [f"{what} makes it {gain:.0%} faster still" for what, gain in gains.items() if gain >= 0.005]
-        if self.best.drafts:
-            steps.append("--policy-out policy.json, then TLTLAB_POLICY=policy.json python train.py")
-        return f"Next: {'; '.join(steps)}" if steps else ""
+        command = "--policy-out policy.json, then TLTLAB_POLICY=policy.json python train.py"
+        return next_line(gains, command if self.best.drafts else "")
 
     def _speed_ups(self, whole: bool = False) -> dict[float, float]:
         """Speed-ups of rollouts, or of whole RL steps, by acceptance."""
@@ -292,30 +290,39 @@ class WhatIf:
 
     @property
     def assumed(self) -> list[dict[str, str | None]]:
-        """Each assumption, its value, and what the answer would be at the ends of its range, where that is known."""
-        rows: list[dict[str, str | None]] = []
+        """Each assumption, its value, and what the answer would be at the ends of its range, where that is known.
+
+        Those that change the answer most come first.
+        """
+        found: list[tuple[float, dict[str, str | None]]] = []
+
+        def assume(what: str, value: str, effect: str, *speed_ups: float) -> None:
+            found.append((min(speed_ups) / max(speed_ups), {"what": what, "value": value, "effect": effect}))
+
         evidence = self.scenario.costs.evidence
         if evidence is not None and evidence.other_engines:
             ends = self.best.band.of_input("engine")
             effect = f"with {' or '.join(evidence.other_engines)} rollout {ends[0]:.2f}x to {ends[1]:.2f}x"
             version = profiles().engines[evidence.engine].versions
-            rows.append({"what": "engine", "value": f"{evidence.engine} ({version})", "effect": effect})
+            assume("engine", f"{evidence.engine} ({version})", effect, *ends)
         if others := self.best.by_responses:
             effect = ", ".join(f"with {num} rollout {ratio:.2f}x" for num, ratio in others.items())
-            rows.append({"what": "responses per RL step", "value": str(DEFAULT_RESPONSES), "effect": effect})
+            assume("responses per RL step", str(DEFAULT_RESPONSES), effect, *others.values())
         for answer in self.answers:
             for drafter, text in answer.acceptance.items():
                 if f"({DEFAULT}" in text:
                     ends = answer.band.of_input("acceptance")
                     effect = f"rollout {ends[0]:.2f}x to {ends[1]:.2f}x"
-                    rows.append({"what": f"acceptance of {drafter}", "value": text, "effect": effect})
+                    assume(f"acceptance of {drafter}", text, effect, *ends)
         if self.with_epochs is not None:
             value = " and ".join(f"{name} {text}" for name, text in WITH_EPOCHS.items())
-            rows.append(
-                {"what": "no earlier epochs of the same prompts", "value": "none in the trace",
-                 "effect": f"with them {value}: rollout {self.with_epochs:.2f}x"}
+            effect = f"with them {value}: rollout {self.with_epochs:.2f}x"
+            assume(
+                "no earlier epochs of the same prompts", "none in the trace", effect, self.with_epochs,
+                self.best.band.estimate,
             )  # fmt: skip
         noted = [note for note in self.notes if not note.startswith(("acceptance: ", SEVERAL_TURNS))]
+        rows = [row for _, row in sorted(found, key=lambda each: each[0])]
         return rows + [{"what": note, "value": None, "effect": None} for note in noted]
 
     def timelines(self) -> tuple[Trace, Trace]:

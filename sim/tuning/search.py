@@ -215,12 +215,12 @@ def search(
     *,
     trials: int,
     seed: int,
-    done: Callable[[str], None] = lambda trial: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
     journal: Journal,
 ) -> list[Trial]:
     """Optuna's TPE over a policy's settings, its present ones first. Return the trials, the best one first.
 
-    `done` receives each trial.
+    `on_stage` receives each trial in words.
 
     No more than `trials` combinations are all tried instead.
 
@@ -256,7 +256,7 @@ def search(
         for trial, chosen, policy, key in zip(open_trials, settings, policies, keys, strict=True):
             study.tell(trial, scores[key])
             finished.append(Trial(settings=chosen, policy=policy, score=scores[key], number=trial.number))
-            done(f"best {min(scores.values()):.4g}")
+            on_stage(f"trial {len(finished)} of {trials}, best {min(scores.values()):.4g} s")
     return sorted(finished, key=lambda trial: trial.score)
 
 

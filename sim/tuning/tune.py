@@ -36,6 +36,7 @@ from tltlab.sim.config import SimulationConfig, decision_interval
 from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import DEPTHS, Scenario, policy_name
 from tltlab.sim.study.band import Band, Effect, Source, at_range_ends, effect, of_steps, with_overhead
+from tltlab.sim.study.reduce import next_line
 from tltlab.sim.study.sample import ALL_OF, FIRST, small, spread
 from tltlab.sim.study.study import Cell, Journal, Study
 from tltlab.stats import finite, paired_interval
@@ -238,21 +239,23 @@ def _bands(
 
 
 def _verdict(row: JudgedPolicy, bands: Mapping[str, Band], fixed: str, choice: str, worth_it: bool) -> str:
+    """Return a line with the speed-ups of what was tuned, and one on whether it was worth it and what is taken."""
     if row.name == fixed:
-        return f"there was nothing to tune; take {choice}"
-    if row.ratio_low is None or row.ratio_high is None:
+        return f"Nothing faster than {fixed} could be tuned.\nTake {choice}."
+    if not bands:
         return (
-            f"one RL step to judge on gives no interval, so tuning is not shown to be worth it: the speed-up of "
-            f"{row.name} over {fixed} is {1 / row.ratio:.2f}x (simulated); take {choice}"
+            f"{row.name} would roll out {1 / row.ratio:.2f}x as fast as {fixed}, the best fixed strategy.\nTuning is "
+            f"not shown to be worth it, as one RL step to judge on gives no interval: take {choice}."
         )
-    comparison = f"on held-out RL steps the speed-up of {row.name} over {fixed} is {bands[fixed]}"
-    comparison += "" if fixed == "none" else f", over plain decoding {bands['none']}"
-    comparison += " (simulated)"
-    if not worth_it:
-        slower = "none" in bands and bands["none"].loses and not bands[fixed].loses
-        first = ", and measure it first: a slowdown is within the range" if slower else ""
-        return f"not worth it: {comparison}; take {choice}{first}"
-    return f"worth it: {comparison}" + ("" if choice == row.name else f"; {choice} is simpler and within noise of it")
+    over_fixed = "" if fixed == "none" else f", and {bands[fixed]} over the best fixed strategy, {fixed}"
+    number = f"{row.name} would speed up the rollout {bands['none']} over plain decoding{over_fixed}."
+    if worth_it:
+        simpler = "" if choice == row.name else f"; {choice} is simpler and within noise of it"
+        return f"{number}\nTuning is worth it: the whole range is a gain{simpler}."
+    loses = next((name for name in (fixed, "none") if bands[name].loses), None)
+    measure = ", and measure it first" if loses == "none" else ""
+    why = "its gain may be chance" if loses is None else f"over {loses} a slowdown is within its range"
+    return f"{number}\nTuning is not worth it, as {why}: take {choice}{measure}."
 
 
 _SELECTION, _JUDGEMENT = 1, 2
@@ -400,12 +403,20 @@ class TuneResult(Judged):
                     xlabel=f"speed-up over {self.best_fixed} (intervals: draws only)",
                     title="Held-out RL steps (simulated)")  # fmt: skip
 
+    def lines(self, path: str | Path | None = None) -> str:
+        """The verdict with what to do next, for a policy that was written to `path`."""
+        gains = {f"--placement {EXPECTED}": self.placement_gain, f"--planner {self.planner}": self.planner_gain}
+        drafts = any(strategy.speculates for strategy in self.policy.strategies)
+        command = f"TLTLAB_POLICY={path} python train.py" if drafts and path else ""
+        return f"{self.verdict}\n{next_line(gains, command)}".rstrip()
+
     def json(self, path: str | None = None) -> dict[str, Any]:
         """The keys of `tltlab tune --json`."""
-        names = ("name", "worth_it", "verdict", "oracle_s", "bound_s", "fixed_bound_s", "buckets", "tuned_on",
+        names = ("name", "worth_it", "oracle_s", "bound_s", "fixed_bound_s", "buckets", "tuned_on",
                  "judged_on", "placement_gain", "planner", "planner_gain", "notes", "wall_s")  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "policy": path,
+            "verdict": self.lines(path),
             "band": {name: band.ends_json() | band.json() for name, band in self.bands.items()},
             "candidates": [asdict(row) for row in self.candidates],
             "trials": len(self.trials),
@@ -419,7 +430,6 @@ def tune(
     config: TuneConfig = TuneConfig(),
     *,
     provenance: Mapping[str, Any] | None = None,
-    done: Callable[[str], None] = lambda trial: None,
     on_stage: Callable[[str], None] = lambda stage: None,
     journal: Path | None = None,
     **settings: Any,
@@ -427,8 +437,8 @@ def tune(
     """Search the fastest policy on some RL steps of the traces (or their paths), and judge it on the others.
 
     `settings` are fields of `TuneConfig` that replace those of `config`. `provenance` is written into the policy over
-    what is found here; `done` receives each of the bandit's trials, `on_stage` each stage. `journal` is a file of
-    the trials: an interrupted tuning that is called again with it continues with the same result. Raises ConfigError
+    what is found here; `on_stage` receives each stage and each of the trials in words. `journal` is a file of the
+    trials: an interrupted tuning that is called again with it continues with the same result. Raises ConfigError
     for a trace with fewer than two RL steps, a missing acceptance, and where no policy is possible.
     """
     config = config.changed(settings, tune)
@@ -510,8 +520,8 @@ def tune(
         for name, space in spaces.items():
             on_stage(f"{config.trials} settings of {name} in {mode} mode")
             found[name] = search(
-                space, score, trials=config.trials, seed=config.seed, done=done, journal=scored
-            )  # fmt: skip
+                space, score, trials=config.trials, seed=config.seed, on_stage=on_stage, journal=scored
+            )
         runners = {str(trial.policy): trial.policy for tried in found.values() for trial in _racers(tried)}
         on_stage(f"{len(runners)} of these settings race in sampled mode")
         raced = tuning.race(runners, seeds=seeds, seed=config.seed)
@@ -548,13 +558,8 @@ def tune(
             break
         parts = more
         judging = cases_of(1)
-    notes += [
-        f"tuned on {len(part[0])} and judged on {len(part[1])} of {len(trace.rl_steps)} RL steps, spread over the run"
-        for trace, part, (*_, sampled) in zip(sources, parts, splits, strict=True)
-        if sampled
-    ]
     if config.search and judged.name != f"tuned {tuned}":
-        written = f"{judged.verdict}; tuned {tuned} is the result, as --search asks"
+        written = f"{judged.verdict} The result is tuned {tuned}, as --search asks."
         judged = replace(judged, name=f"tuned {tuned}", verdict=written)
     chosen = finalists.policies[judged.name]
     on_tuned, on_judged = (_seconds(each.scenarios, chosen, config.jobs) for each in (tuning, judging))

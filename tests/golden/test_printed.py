@@ -18,8 +18,7 @@ LENGTHS = "step,group,response_len\n" + "".join(f"0,{i // 4},{40 + 7 * i + i**3 
 OF_THIS_MACHINE = (
     (r"(simulated in|in|takes|took)( +)[\d.]+ s\b", r"\1\2SECONDS s"),
     (r"\([\d.]+ MB\)", "(SIZE MB)"),
-    (r"; \d+ s\n", "; SECONDS s\n"),
-    (r"(?m)^simulation \d+\n", ""),
+    (r"(?m)^simulation \d+.*\n", ""),
     (r"this machine has [\d.e+]+ GB(, TOO LITTLE for a run here)?", "this machine has SIZE GB"),
 )
 

@@ -255,7 +255,6 @@ def test_long_runs_are_tuned_on_a_sample(options, tuned_on, judged_on):
     assert found.policy.provenance["num_rl_steps"] == [40]
     if not options:
         assert max(b - a for a, b in itertools.pairwise(judged)) <= 10, "spread over the run"
-        assert any("of 40 RL steps" in note for note in found.notes)
 
 
 def test_decisions_are_apart_where_responses_are_long():
@@ -394,7 +393,7 @@ def test_the_command_refuses_before_it_works(tmp_path, capsys):
         ((*new, "--judge", 9), "--judge 9"),
     ):
         code, _, told = typed(capsys, "tune", TINY, *options)
-        assert (code, said in told, "tuning on" in told) == (2, True, said == "--judge 9"), options
+        assert (code, said in told) == (2, True), options
     assert not (tmp_path / "new").exists()
 
 
@@ -403,13 +402,13 @@ def test_interrupted_tuning_finds_what_it_would_have_found(tmp_path):
     whole = tune(SHORT, **settings)
 
     def interrupted(trial):
-        heard.append(trial)
+        heard.extend([trial] * trial.startswith("trial "))
         if len(heard) == 6:
             raise KeyboardInterrupt
 
     heard = []
     with pytest.raises(KeyboardInterrupt):
-        tune(SHORT, **settings, journal=journal, done=interrupted)
+        tune(SHORT, **settings, journal=journal, on_stage=interrupted)
     with journal.open("a") as file:
         file.write('["half')
     scored = []
@@ -458,6 +457,8 @@ def test_the_command_resumes_and_writes_policy(tmp_path, capsys):
     } <= set(told)
     assert {"makespan_s", "ratio", "ratio_low", "ratio_high", "regret", "acceptance"} <= set(told["candidates"][0])
     policy = load_policy(out)
-    assert (policy.provenance["trials"], policy.provenance["verdict"]) == (2, told["verdict"])
+    assert policy.provenance["trials"] == 2
+    assert told["verdict"].startswith(policy.provenance["verdict"])
+    assert str(out) in told["verdict"].splitlines()[2]
     assert simulate(read(TINY), out, placement="recorded").makespan_s > 0
     assert not journal.exists()
