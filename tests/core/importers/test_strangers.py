@@ -32,7 +32,10 @@ from .test_formats import check, jsonl
             {"prompt_tokens": 100, "completion_tokens": 9, "cache_read_input_tokens": 90, "total_tokens": 109},
             9, 100,
         ),
-        ({"promptTokenCount": 5, "toolUsePromptTokenCount": 20, "candidatesTokenCount": 9, "totalTokenCount": 34}, 9, 25),
+        (
+            {"promptTokenCount": 5, "toolUsePromptTokenCount": 20, "candidatesTokenCount": 9, "totalTokenCount": 34},
+            9, 25,
+        ),
     ],
 )  # fmt: skip
 def test_a_total_says_what_is_beside_a_response(tmp_path, usage, tokens, prompt_tokens):
@@ -45,7 +48,10 @@ def test_a_total_says_what_is_beside_a_response(tmp_path, usage, tokens, prompt_
 @pytest.mark.parametrize(
     ("usage", "facts"),
     [
-        ({"prompt_tokens": 5, "completion_tokens": 9, "total_tokens": 84}, ("total_tokens", 84, "completion_tokens", 14)),
+        (
+            {"prompt_tokens": 5, "completion_tokens": 9, "total_tokens": 84},
+            ("total_tokens", 84, "completion_tokens", 14),
+        ),
         ({"completion_tokens": 9, "total_tokens": 5}, ("total_tokens", 5, "completion_tokens", 9)),
         ({"completion_tokens": 9, "reasoning_tokens": 70}, ("reasoning_tokens", 70, "completion_tokens", 9)),
     ],
