@@ -12,7 +12,7 @@
 # ---
 
 # %% [markdown]
-# # 6. Your own policy in five minutes
+# # 6. How do I put in a policy of my own?
 #
 # Before each decode iteration a policy chooses how many tokens to draft; afterwards it receives the outcome. Here one
 # is written, checked, compared and improved, in the simulator. The same class drives real training.
@@ -26,17 +26,15 @@ import tltlab
 from tltlab import NO_SPECULATION, Selector, Strategy
 from tltlab.testing import check_selector
 
-# %matplotlib inline
-
 root = next(folder for folder in [Path.cwd(), *Path.cwd().parents] if (folder / "traces").is_dir())
 trace = tltlab.read(root / "traces" / "tiny")
 
 # %% [markdown]
 # ## Minute one: a class with one method
 #
-# `strategies` are all that it may choose, so that engines can be built for them. `choose` is given the worker's
-# state: `batch` (running requests), `waiting`, `context_tokens`, `rl_step` and more. Drafts by n-grams cost nothing
-# to make and little to check while few requests run.
+# `strategies` are all that it may choose, so that engines can be built for them. `choose` is given the worker's state:
+# `batch` (running requests), `waiting`, `context_tokens`, `rl_step` and more. Drafts by n-grams cost nothing to make
+# and little to check while few requests run.
 
 
 # %%
@@ -55,8 +53,8 @@ check_selector(Halving)
 #
 # ## Minute two: what it brings
 #
-# The responses of a recorded run are replayed under it. A policy is a class, an instance, a name, a file or a draft
-# in short.
+# The responses of a recorded run are replayed under it. A policy is a class, an instance, a name, a file or a draft in
+# short.
 
 # %%
 result = tltlab.simulate(trace, Halving)
@@ -73,7 +71,7 @@ print(f"{result.summary['regret']:.0%} above the least that its strategies could
 # %%
 rows = tltlab.compare(trace, ["none", "ngram:4", "ngram:4@8", Halving, "beg-mab"])
 display(rows)
-display(rows.plot())
+rows.plot()
 
 # %% [markdown]
 # ## Minute four: one that learns
@@ -111,8 +109,8 @@ check_selector(Greedy)
 display(tltlab.compare(trace, ["none", Halving, Greedy, "beg-mab"]))
 
 # %% [markdown]
-# Learning has a price on few iterations: every strategy has to be tried at every batch size first. TLT's bandit
-# groups batch sizes for that reason.
+# Learning has a price on few iterations: every strategy has to be tried at every batch size first. TLT's bandit groups
+# batch sizes for that reason.
 #
 # ## Minute five: into real training
 #

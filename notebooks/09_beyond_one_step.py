@@ -28,8 +28,6 @@ from tltlab.charts import bars
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.tuning.search import best_table
 
-# %matplotlib inline
-
 root = next(folder for folder in [Path.cwd(), *Path.cwd().parents] if (folder / "traces").is_dir())
 machine = {"gpus": "8xH100", "model": "Qwen2.5-7B", "engine": "vllm"}
 

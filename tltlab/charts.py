@@ -51,11 +51,13 @@ def bars(
     xlabel: str,
     title: str,
     reference: float | None = None,
+    measured: Sequence[bool] = (),
     axes: Axes | None = None,
 ) -> Figure:
     """Horizontal bars, the first on top; `low` and `high` are the ends of an interval around each, in `values`' unit.
 
     None or NaN leaves out a bar, or its interval. `reference` draws a dashed line to compare with (1.0 for a ratio).
+    Bars are blue, those that are `measured` orange.
     With `axes` the chart is drawn into a panel of another figure.
     """
     names = [textwrap.fill(label, _LABEL_LETTERS) for label in labels]
@@ -63,7 +65,8 @@ def bars(
         row_in = 0.3 + 0.15 * max((name.count("\n") for name in names), default=0)
         axes = Chart(figsize=(_WIDTH_IN, 0.85 + row_in * max(len(labels), 1)), layout="constrained").subplots()
     y, size = np.arange(len(labels)), _floats(values)
-    axes.barh(y, np.nan_to_num(size), height=0.62, color=COLORS[4], edgecolor=COLORS[0], linewidth=0.6)
+    axes.barh(y, np.nan_to_num(size), height=0.62, color=[COLORS[1 if m else 4] for m in measured] or COLORS[4],
+              edgecolor=COLORS[0], linewidth=0.6)  # fmt: skip
     if low is not None and high is not None:
         least, most = _floats(low), _floats(high)
         finite = np.isfinite(size) & np.isfinite(least) & np.isfinite(most)

@@ -28,7 +28,7 @@ COSTS = "costs h100-qwen2.5-7b"
         ("doctor", ["tltlab doctor runs/first"]),
         ("doctor TRACES --json", [str(TRACES)]),
         ("doctor taken.py --json", ["taken.py"]),
-        ("experiment batch-size --fast", ["'experiment'", "tltlab bench", "batch-size", "notebook 10"]),
+        ("experiment batch-size --fast", ["'experiment'", "tltlab bench", "batch-size", "notebook 7"]),
         ("new experiment", ["'experiment'", "recipe", "policy"]),
         ("new recipie", ["'recipie'", "'recipe'", "policy"]),
         ("new policy My-Policy", ["My-Policy"]),
