@@ -34,13 +34,14 @@ from tltlab.planning.composition import Admission, SharedBuffer, Workload
 from tltlab.planning.placement import Placement
 from tltlab.planning.planners import PLANNERS
 from tltlab.planning.rollout import RolloutPlanner, Shape
+from tltlab.records import Json
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.workload import Prefix
 from tltlab.traces.trace import Trace, file_of_run
 
 Mode = Literal["fluid", "sampled"]
 Scheduling = Literal["synchronous", "asynchronous"]
-Source = dict[str, Any] | str | Path
+Source = Json | str | Path
 """A model as users name it: its values, a shipped name or a file."""
 
 
@@ -152,7 +153,7 @@ class SimulationConfig:
                 raise ConfigError(f"{' '.join(asked)} brings costs and workers: leave out --{name}")
 
     @property
-    def _machine(self) -> dict[str, Any]:
+    def _machine(self) -> Json:
         return {name: getattr(self, name) for name in ("gpus", "model", "engine", "tp")}
 
     @property

@@ -28,7 +28,7 @@ from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import guess, read
 from tltlab.options import check, option
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.sim.options import LogCosts, LogWorkers, RlSteps
 from tltlab.sim.verification.training_log import LogFit, fit_log, is_log
 from tltlab.traces.trace import Trace
@@ -157,11 +157,11 @@ class Fits:
         fit_notes = [fit.notes for fit in (self.acceptance, self.spot) if fit is not None]
         return list(dict.fromkeys([*costs, *(note for notes in fit_notes for note in notes)]))
 
-    def json(self, outs: Mapping[str, Path | None]) -> dict[str, Any]:
+    def json(self, outs: Mapping[str, Path | None]) -> Json:
         """The keys of `tltlab calibrate --json`."""
         keys = ("kind", "costs", "residuals", "sums", "cross_validation", "held_out_error", "acceptance", "stages",
                 "spot")  # fmt: skip
-        data: dict[str, Any] = dict.fromkeys(keys)
+        data: Json = dict.fromkeys(keys)
         if (fit := self.costs) is not None:
             data |= {
                 "kind": fit.kind,
@@ -212,7 +212,7 @@ _SPOT_TERMS = (
 )  # fmt: skip
 
 
-def _freshness(model: Acceptance) -> dict[str, Any]:
+def _freshness(model: Acceptance) -> Json:
     """Return how acceptance depends on the drafter's age and updates; empty where it does not."""
     return dict(model.freshness) if isinstance(model, FreshAcceptance) else {}
 

@@ -19,7 +19,7 @@ from tltlab.arrays import Floats
 from tltlab.costs.stages import STAGES, StageCosts, served_s
 from tltlab.errors import ConfigError
 from tltlab.planning.dispatch import stage_left
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.sim.engine.record import SimulatedRollout
 from tltlab.traces.schema import TABLES, span
 from tltlab.traces.trace import Trace
@@ -220,7 +220,7 @@ def run_steps(
     )
 
 
-def summary(result: RunResult) -> dict[str, Any]:
+def summary(result: RunResult) -> Json:
     """The keys that stages add to `tltlab simulate --json`; seconds are means over the RL steps."""
     return {
         "step_s": result.step_s,

@@ -33,6 +33,7 @@ from tltlab.planning.rollout_driver import PlanDriver
 from tltlab.policies.driver import refuse_needs
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import WHOLE_TOKENS, Selector
+from tltlab.records import Json
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import Drawn, Rates, Replayed
@@ -121,7 +122,7 @@ class Scenario(SimulationConfig):
         )
         acceptance, acceptance_name = config.find_acceptance(trace)
         costs, costs_name = config.find_costs(trace)
-        values: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(SimulationConfig)} | {
+        values: Json = {field.name: getattr(config, field.name) for field in fields(SimulationConfig)} | {
             "steps": steps,
             "queues": place_steps(steps, workers, config.placement, costs),
             "costs": costs,
@@ -181,7 +182,7 @@ class Scenario(SimulationConfig):
         """Most tokens of prompt and response that a request has."""
         return max((int((step.prompts + step.lengths).max(initial=0)) for step in self.steps), default=0)
 
-    def granted(self, strategies: Iterable[Strategy]) -> dict[str, Any]:
+    def granted(self, strategies: Iterable[Strategy]) -> Json:
         """The `drafters` of these strategies and the `acceptance` of each in words, for a row of a table."""
         drafters = sorted({s.drafter for s in strategies if s.speculates})
         return {"drafters": drafters, "acceptance": granted(self.acceptance, self.acceptance_name, drafters)}
@@ -317,7 +318,7 @@ class Scenario(SimulationConfig):
                     raise ConfigError(f"policy {title}: its drafter {name!r} is another kind than others': rename it")
         return Drafters(traits={**self.registry, **used})
 
-    def evidence(self, strategies: Iterable[Strategy], outside: Iterable[str] = ()) -> dict[str, Any]:
+    def evidence(self, strategies: Iterable[Strategy], outside: Iterable[str] = ()) -> Json:
         """Evidence for the costs where these strategies run: the keys of `evidence` in commands' JSON.
 
         `distance` to the nearest measurement ("unknown" where the costs do not record what they were fitted to), `says`

@@ -17,7 +17,7 @@ from tltlab.arrays import Floats, Ints
 from tltlab.costs.evidence import interval
 from tltlab.importers.sources import TraceSource, read
 from tltlab.policies.policy import Policy, PolicySource, load_policy
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.sim.engine import record
 from tltlab.sim.engine.log import Columns
 from tltlab.sim.engine.record import SimulatedRollout
@@ -86,7 +86,7 @@ class SimResult:
         )
 
     @cached_property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """The keys of `tltlab simulate --json`: `tltlab.traces.metrics.summary` of the trace, the bound, the wall time.
 
         `mean_accept_length` is over all speculative iterations; `regret` is makespan / lower bound - 1,
@@ -151,7 +151,7 @@ class SimResult:
         }
 
     @cached_property
-    def asynchronous(self) -> dict[str, Any] | None:
+    def asynchronous(self) -> Json | None:
         """Staleness and length bias of the training data; None where RL steps do not overlap.
 
         `length_bias` is the mean length of responses that were trained on over that of all that were begun, each as

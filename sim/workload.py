@@ -9,12 +9,12 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from tltlab.acceptance.base import Key
 from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
 from tltlab.planning.composition import EarlierEpoch, Regrouped, Truncated, Workload
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.requests import Requests, Turns, of_responses
+from tltlab.state import Key
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from .errors import ConfigError, one_line
 from .files import sealed, write_json
+from .records import Json
 
 MOST_CHARS = 60
 _SELF_EXPLANATORY = ("missing", "extra_forbidden", "value_error", "union_tag_invalid", "union_tag_not_found")
@@ -87,7 +88,7 @@ class Built(FiniteModel):
             if name not in cls.__dict__ and parameter.default is not parameter.empty:
                 setattr(cls, name, parameter.default)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> Json:
         """Arguments of the constructor by name; ConfigError where a setting names nothing."""
         return {name: argument(getattr(self, name)) for name, argument in self._arguments.items()}
 
@@ -230,7 +231,7 @@ WHOLE = "recipe"
 """Section of the settings outside of one."""
 
 
-def settings_of(model: type[BaseModel], section: str = WHOLE) -> list[dict[str, Any]]:
+def settings_of(model: type[BaseModel], section: str = WHOLE) -> list[Json]:
     """A row for each setting, sections after settings outside of one; `about` is the section's docstring."""
     top, inner = [], []
     for name, field in model.model_fields.items():

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, InputError, RunError, one_line
 from .files import new_folder
+from .records import Json
 from .strategy import NO_SPECULATION, Strategy
 
 running: ContextVar[tuple[str, ...]] = ContextVar("running", default=())
@@ -49,7 +50,7 @@ def command_group(help: str, **options: Any) -> Typer:
     )  # fmt: skip
 
 
-def emit(result: dict[str, Any], text: str) -> None:
+def emit(result: Json, text: str) -> None:
     """Print a command's result: JSON under --json, else `text` for people, wrapped between words on a terminal."""
     as_json = JSON in running.get()
     if not as_json and (width := screen_columns()) is not None:
@@ -178,9 +179,9 @@ def _fit(widths: list[int], screen: int, left: int, words: bool) -> list[int]:
     return omitted
 
 
-def json_rows(frame: DataFrame) -> list[dict[str, Any]]:
+def json_rows(frame: DataFrame) -> list[Json]:
     """A frame's rows for JSON: what is not known is null."""
-    rows: list[dict[str, Any]] = json.loads(frame.to_json(orient="records", double_precision=15))
+    rows: list[Json] = json.loads(frame.to_json(orient="records", double_precision=15))
     return rows
 
 
@@ -212,7 +213,7 @@ def whole_numbers(option: str, text: str, least: int = 0) -> list[int]:
     return numbers
 
 
-def made_by() -> dict[str, Any]:
+def made_by() -> Json:
     """Where a result comes from: `command`, as a shell takes it, None outside of a command; `versions` by package."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -31,7 +30,7 @@ from tltlab.sim.verification.rollouts import Verification, nearest, verify
 from tltlab.traces.metrics import mean_accept_length, summary
 from tltlab.traces.trace import Trace, read
 
-from .records import frozen
+from .records import Json, frozen
 
 PLAIN, EXPLORE, TUNED, ADAPTIVE = "none", "explore", "tuned", "adaptive"
 TRIALS = 12
@@ -67,7 +66,7 @@ FAST = DemoSetting(
 
 # Both runs' processes are forks of one, which imports while the model is trained.
 @preforking()
-def run_demo(out: Path, setting: DemoSetting, *, task: str, seed: int) -> dict[str, Any]:
+def run_demo(out: Path, setting: DemoSetting, *, task: str, seed: int) -> Json:
     """Run every stage into `out`; return the content of `summary.json`."""
     began = time.perf_counter()
 
@@ -177,7 +176,7 @@ def fit_and_tune(recorded: Trace, out: Path, seed: int) -> tuple[Calibration, Tu
     return fitted, tuning
 
 
-def _step(report: StepReport, step: Trace, predicted_s: float) -> dict[str, Any]:
+def _step(report: StepReport, step: Trace, predicted_s: float) -> Json:
     return {
         "rl_step": report.rl_step,
         "policy": report.policy,
@@ -194,7 +193,7 @@ def _step(report: StepReport, step: Trace, predicted_s: float) -> dict[str, Any]
     }
 
 
-def demo_recipe(model: Path, setting: DemoSetting, report: dict[str, Any], seed: int) -> Recipe:
+def demo_recipe(model: Path, setting: DemoSetting, report: Json, seed: int) -> Recipe:
     """The recipe of the demo's training run on the model that it just made."""
     return Recipe(
         model=str(model),
@@ -228,7 +227,7 @@ def pictures(trace: Trace, rl_step: int, tuned: Policy, out: Path, seed: int) ->
     write_perfetto(out / "timeline.json", trace)
 
 
-def demo_text(result: dict[str, Any]) -> str:
+def demo_text(result: Json) -> str:
     """The demo's result for a terminal: a row per policy, then what it comes to."""
     steps = pd.DataFrame(result["steps"])
     drafter = result["drafter"]
@@ -266,7 +265,7 @@ def run_drafter(
     seed: int,
     report: Callable[[str], None],
     before_steps: Callable[[], object],
-) -> dict[str, Any]:
+) -> Json:
     """Warm up a drafter for `model`, run GRPO with it into `out`, and return the effect of its training.
 
     Four workers, as with two only one is ever idle. Frozen and adaptive drafter are compared on the same responses,

@@ -28,6 +28,7 @@ from typing import IO, Any, BinaryIO, cast
 from filelock import FileLock, Timeout
 
 from .errors import ConfigError, InputError
+from .records import Json
 
 _SEAL = "sha256"
 MOST_JSON_BYTES = 256 << 20
@@ -58,7 +59,7 @@ def parse_json(data: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def json_lines(path: Path) -> tuple[dict[str, Any], ...]:
+def json_lines(path: Path) -> tuple[Json, ...]:
     """The objects of a JSON-lines file, none where there is no file; a torn last line is left out."""
     values = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
@@ -67,7 +68,7 @@ def json_lines(path: Path) -> tuple[dict[str, Any], ...]:
     return tuple(value for value in values if isinstance(value, dict))
 
 
-def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+def sealed(value: Mapping[str, Any]) -> Json:
     """A JSON object that `unsealed` takes for damaged once a bit of its content is another.
 
     Its "sha256" is the SHA-256 of the rest as ASCII JSON, keys sorted, without spaces.
@@ -166,7 +167,7 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path} is not JSON: {error}") from error
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> Json:
     """A JSON object, empty where there is none to read: a killed run may leave anything."""
     return dict(_read_as(dict, path))
 

@@ -4,7 +4,7 @@ import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -26,7 +26,7 @@ from tltlab.sim.study.study import Cell
 from tltlab.sim.study.systems import on_gpus
 from tltlab.traces.trace import Trace
 
-from .records import frozen
+from .records import Json, frozen
 
 RL_STEPS = 2
 """RL steps that are simulated for each law of lengths."""
@@ -69,7 +69,7 @@ class Forecast:
     parts: tuple[tuple[str, str], ...]
     command: str
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """The forecast as JSON types."""
         return asdict(self) | {"level": LEVEL}
 

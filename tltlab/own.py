@@ -23,6 +23,7 @@ from pydantic import Field
 from .config import FiniteModel, faults_in, json_or_text, shown
 from .errors import ConfigError, did_you_mean
 from .files import found_in
+from .records import Json
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
@@ -76,7 +77,7 @@ def is_own(part: object) -> bool:
     return not (part if isinstance(part, type) else type(part)).__module__.startswith("tltlab.")
 
 
-def parse_call(text: str) -> tuple[str, dict[str, Any]]:
+def parse_call(text: str) -> tuple[str, Json]:
     """Name and arguments of `name(key=value,...)`; a name alone has none. Values are JSON, or else text.
 
     ConfigError for an argument without a key, and one that comes twice.
@@ -87,7 +88,7 @@ def parse_call(text: str) -> tuple[str, dict[str, Any]]:
     call = re.fullmatch(r"([\w.:-]+)\((.*)\)", text, re.DOTALL)
     if call is None:
         return text, {}
-    args: dict[str, Any] = {}
+    args: Json = {}
     for part in split(call[2]):
         key, equals, value = (word.strip() for word in part.partition("="))
         if not equals or not key.isidentifier() or key in args:
@@ -120,7 +121,7 @@ class OwnPart(FiniteModel):
 
     kind: Literal["custom"] = "custom"
     path: str = Field(pattern=rf"^{_PATH}$")
-    args: dict[str, Any] = Field(default={})
+    args: Json = Field(default={})
 
     @classmethod
     def parse(cls, text: object) -> Self | None:

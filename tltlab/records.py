@@ -1,8 +1,11 @@
-"""Records: the frozen values that most of tltlab passes around."""
+"""Records: the frozen values that most of tltlab passes around, and what they are in files."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
+
+Json = dict[str, Any]
+"""A JSON object: what is read from files, stored as state, or printed for `--json`."""
 
 _Class = TypeVar("_Class")
 

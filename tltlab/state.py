@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from .records import frozen
 from .strategy import NO_SPECULATION, Strategy
 
+Key = tuple[int, str, int, int]
+"""A request's key in traces: RL step, prompt, sample, turn."""
+
 
 @frozen
 class RequestState:
     """One running request. `recent_acceptance` is accepted tokens per draft lately (bonus excluded), None if none."""
 
-    key: tuple[int, str, int, int]
+    key: Key
     prompt_id: str
     generated_tokens: int
     max_response_tokens: int

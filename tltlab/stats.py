@@ -15,7 +15,7 @@ import numpy as np
 
 from .arrays import Floats
 from .errors import ConfigError
-from .records import frozen
+from .records import Json, frozen
 
 Method = Literal["bca", "percentile", "t", "none"]
 Pair = tuple[int, int]
@@ -43,7 +43,7 @@ class Interval:
         return f"{self.estimate:{spec}} ({self.low:{spec}} to {self.high:{spec}})"
 
 
-def interval_json(interval: Interval | None) -> dict[str, Any] | None:
+def interval_json(interval: Interval | None) -> Json | None:
     """An interval for JSON, which knows no NaN: ends that are unknown are None."""
     if interval is None:
         return None

@@ -1,7 +1,7 @@
 """`tltlab compare`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,6 +13,7 @@ from tltlab.importers.sources import read
 from tltlab.options import ALLOW_CODE_OPTION, Option, Without, command, option, to_json
 from tltlab.own import code_allowed
 from tltlab.planning.systems import SYSTEMS
+from tltlab.records import Json
 from tltlab.sim.options import counting
 from tltlab.sim.printed import comparison_text
 from tltlab.sim.scenario import named_policies
@@ -59,7 +60,7 @@ def compare(
     (_, share), rows = logged_stages(source), json_rows(found)
     names = ("axes", "baseline", "num_rl_steps", "num_rl_steps_of", "num_workers", "num_gpus", "evidence",
              "outside_calibration", "costs", "acceptance", "failed", "left_out")  # fmt: skip
-    result: dict[str, Any] = {"rows": rows, "figures": "simulated", **{key: found.attrs[key] for key in names}}
+    result: Json = {"rows": rows, "figures": "simulated", **{key: found.attrs[key] for key in names}}
     result |= {
         "logged_rollout_share": share, "trace": source.manifest.name or str(trace), "settings": to_json(config),
         **made_by(),

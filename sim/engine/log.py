@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from tltlab.arrays import Array, Flags, Floats, Ints
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 
 from .batch import MacroStep
 from .regime import Regime
@@ -78,7 +78,7 @@ class Columns:
     @classmethod
     def of(cls, entries: list[LogEntry]) -> Columns:
         """Make columns from single macro-steps."""
-        columns: dict[str, Any] = {}
+        columns: Json = {}
         for name in _NAMES:
             if name in LogEntry._fields:
                 values = [getattr(entry, name) for entry in entries]
@@ -89,7 +89,7 @@ class Columns:
 
     def take(self, rows: Ints) -> Columns:
         """These rows, in their order."""
-        columns: dict[str, Any] = {}
+        columns: Json = {}
         for name in _NAMES:
             values = getattr(self, name)
             columns[name] = [values[row] for row in rows.tolist()] if name in _LISTS else values[rows]
@@ -98,7 +98,7 @@ class Columns:
     @classmethod
     def joined(cls, parts: list[Columns]) -> Columns:
         """One after another."""
-        columns: dict[str, Any] = {}
+        columns: Json = {}
         for name in _NAMES:
             values = [getattr(part, name) for part in parts]
             columns[name] = list(chain(*values)) if name in _LISTS else np.concatenate(values)

@@ -29,13 +29,12 @@ from tltlab.planning.rollout import (
     EngineCosts,
     Gather,
     Hold,
-    Key,
     Move,
     RolloutState,
     Shape,
 )
 from tltlab.planning.rollout_driver import PlanDriver, shared_out
-from tltlab.state import NO_CHOICE
+from tltlab.state import NO_CHOICE, Key
 
 from .record import Beside, SimulatedRollout
 from .requests import Requests, check_fits

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tltlab.acceptance.base import Key
 from tltlab.arrays import Floats, Ints, Words
 from tltlab.costs.noise import IterationNoise
+from tltlab.state import Key
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))

@@ -6,16 +6,16 @@ import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.base import Acceptance, Key
+from tltlab.acceptance.base import Acceptance
 from tltlab.arrays import Array, Flags, Floats, Ints, Words
 from tltlab.costs.stages import StepWorkload
 from tltlab.errors import ConfigError
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
+from tltlab.state import Key
 
 from .random_numbers import request_seeds
 
@@ -166,7 +166,7 @@ class Requests:
         """Tokens of each response that the RL step trains on."""
         return self.lengths if self.kept is None else self.lengths + self.kept
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Json:
         """Other processes receive keys and rows in place of what they are made from, which is a whole trace."""
         made = {"make_keys": partial(list, self.keys), "make_rows": partial(pd.DataFrame, self.rows)}
         return vars(self) | made

@@ -24,7 +24,7 @@ from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.sim.engine.requests import Requests, of_responses
 from tltlab.sim.placement import place_steps
 from tltlab.sim.scenario import Scenario
@@ -110,7 +110,7 @@ class Band:
         low, high = self.effects[name]
         return self.estimate * math.exp(low), self.estimate * math.exp(high)
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> Json:
         """The range and, by input, the speed-up at the ends of that one's range and its share of the variance."""
         parts = {}
         for name, share in self.shares.items():

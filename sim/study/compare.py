@@ -21,7 +21,7 @@ from tltlab.planning.composition import System
 from tltlab.planning.planners import PLANNERS
 from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy, PolicySource
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.sim.config import SimulationConfig, Source, at_least, decision_interval
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import Colocated
@@ -106,7 +106,7 @@ class StudyConfig(SimulationConfig):
         lists = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("rl_steps", "seed")}
         return {name: tuple(value) for name, value in lists.items() if isinstance(value, list | tuple)}
 
-    def points(self) -> Iterator[tuple[dict[str, Any], SimulationConfig]]:
+    def points(self) -> Iterator[tuple[Json, SimulationConfig]]:
         """Yield each combination of the axes' values, and the settings of the simulations there."""
         base = {field.name: getattr(self, field.name) for field in fields(SimulationConfig)}
         base["decision_block"] = self.decision_block or 1
@@ -181,8 +181,8 @@ def compare(
         policies_json = {name: policy.model_dump(mode="json") for name, policy in chosen.items()}
         asked.pop("jobs", None)
         kept = Journal(path=journal, question=json.dumps([*about, asked, policies_json], sort_keys=True))
-    rows_of: dict[int, list[dict[str, Any]]] = {}
-    attrs: dict[str, Any] = {}
+    rows_of: dict[int, list[Json]] = {}
+    attrs: Json = {}
     failed: dict[str, str] = {}
     pending = list(range(len(points)))
     named = config.steps_of(source)
@@ -263,7 +263,7 @@ class _Point:
 def _about(
     point: _Point, nominal: Scenario, cells: Sequence[Cell], table: pd.DataFrame, rows: Sequence[Mapping[str, Any]],
     baseline: str,
-) -> dict[str, Any]:  # fmt: skip
+) -> Json:  # fmt: skip
     """Return what a comparison's `attrs` have of a point."""
     kind = "policy" if "policy" in table else "system"
     fastest = min(rows, key=lambda row: row.get("step_s", row["makespan_s"]))[kind] if rows else baseline

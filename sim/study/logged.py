@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -15,7 +15,7 @@ from tltlab.costs.scaled import ScaledCosts
 from tltlab.costs.stages import StageCosts
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.stats import interval_ends
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
@@ -101,7 +101,7 @@ class LoggedRun:
         """
         tasks = []
         for rl_step in rl_steps:
-            strategy, changes = self.strategy(rl_step), dict[str, Any]()
+            strategy, changes = self.strategy(rl_step), Json()
             if self.drafting is not None and strategy.speculates:
                 changes["acceptance"] = self.drafting.acceptance(float(self.drafting.accept_length[rl_step]))
             scenario, policy = self.scenarios.of([rl_step], **changes), Policy(selector=FixedSpec(strategy=strategy))
@@ -142,7 +142,7 @@ class Running(SpeedUp):
             f"draft{fallen}): the best table would speed up its rollout {self.band}{step}"
         )
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> Json:
         """The keys of `running` in `tltlab what-if --json`."""
         return {
             "strategy": str(self.drafting.strategy),

@@ -17,6 +17,7 @@ from tltlab.arrays import Floats
 from tltlab.planning.claims import CLAIMS
 from tltlab.planning.execution import missing_part
 from tltlab.planning.system_binding import BoundSystem
+from tltlab.records import Json
 from tltlab.sim.scenario import Scenario
 from tltlab.stats import LEVEL, Interval, paired_ratio
 
@@ -102,7 +103,7 @@ def comparison(rows: Sequence[Mapping[str, Any]], axes: Mapping[str, Any], attrs
     return result
 
 
-def compared(cells: Sequence[Cell], table: pd.DataFrame, nominal: Scenario, baseline: str) -> list[dict[str, Any]]:
+def compared(cells: Sequence[Cell], table: pd.DataFrame, nominal: Scenario, baseline: str) -> list[Json]:
     """Return a row for each name among the cells of one point, which are repeats of it under other seeds.
 
     `nominal` is the point's scenario under its first seed, with all its workers and the acceptance that was given.
@@ -118,14 +119,14 @@ def compared(cells: Sequence[Cell], table: pd.DataFrame, nominal: Scenario, base
     return [_row(first[name], of_name[name], base, nominal, kind) for name in names]
 
 
-def _row(cell: Cell, steps: pd.DataFrame, base: pd.DataFrame | None, nominal: Scenario, kind: str) -> dict[str, Any]:
+def _row(cell: Cell, steps: pd.DataFrame, base: pd.DataFrame | None, nominal: Scenario, kind: str) -> Json:
     seed, bound = nominal.seed, cell.system
     column = _columns(steps)
     per_s = _per_second(column)
     bounds_s = cell.bounds_s(nominal)
     tokens = column["tokens"] + column["wasted_tokens"]
     drafts = column["drafts"].sum()
-    row: dict[str, Any] = {kind: cell.name}
+    row: Json = {kind: cell.name}
     row |= {} if bound is None else {"title": bound.system.title}
     granted = cell.scenario.granted(cell.policy.strategies)
     row |= granted
@@ -176,7 +177,7 @@ def _per_second(column: Mapping[str, Floats]) -> Floats:
     return np.divide(column["tokens"], seconds, out=np.zeros_like(seconds), where=seconds > 0)
 
 
-def _ratios(prefix: str, values: Floats, base: Floats | None, seed: int, of_rates: bool = False) -> dict[str, Any]:
+def _ratios(prefix: str, values: Floats, base: Floats | None, seed: int, of_rates: bool = False) -> Json:
     """Return the ratio to the baseline with its interval, and of times the speed-up likewise."""
     if base is None:
         ratio = Interval(estimate=math.nan, low=math.nan, high=math.nan, level=LEVEL, method="none")
@@ -194,7 +195,7 @@ def _share(part: Floats, whole: Floats, less: float = 0.0) -> float | None:
     return float(part.sum() / whole.sum()) - less if whole.all() else None
 
 
-def _beside_claim(row: Mapping[str, Any]) -> dict[str, Any] | None:
+def _beside_claim(row: Mapping[str, Any]) -> Json | None:
     """Return the claim of the system's paper, and the simulated speed-up of the same kind, else of the rollout."""
     if (claim := CLAIMS.get(row["system"])) is None:
         return None

@@ -42,7 +42,7 @@ from tltlab.errors import ConfigError, InputError, TltlabError, one_line
 from tltlab.files import parse_json
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.policies.policy import Policy
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.sim.rl_steps import Colocated, RunResult, Topology, run_steps
 from tltlab.sim.scenario import Scenario, is_memoryless
 from tltlab.sim.simulate import SimResult, simulated
@@ -54,7 +54,7 @@ SIMULATED, PLAYED = "simulated", "played"
 _REQUEST_S, _DECISION_S = 2e-6, 3e-5
 """Seconds of a simulation by request, and by decision of a policy that learns."""
 
-Row = dict[str, Any]
+Row = Json
 
 
 @frozen
@@ -245,7 +245,7 @@ def _simulated(cell: Cell, details: bool) -> list[Row] | TltlabError:
         return error
 
 
-def _received(pickled: bytes, rest: dict[str, Any]) -> Cell:
+def _received(pickled: bytes, rest: Json) -> Cell:
     return Cell(scenario=_unpickled(pickled), **rest)
 
 
@@ -281,7 +281,7 @@ class Journal:
     question: str = ""
 
     @cached_property
-    def known(self) -> dict[str, Any]:
+    def known(self) -> Json:
         """Results by key; a last line that was cut off is ignored."""
         if self.path is None or not self.path.exists():
             self._append(self.question)

@@ -15,6 +15,7 @@ from tltlab.planning.composition import System
 from tltlab.planning.planners import load_planner
 from tltlab.planning.system_binding import BoundSystem, bind, bind_assuming
 from tltlab.planning.systems import SYSTEMS, find_systems
+from tltlab.records import Json
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.rl_steps import Colocated, Separate, Topology
 from tltlab.sim.scenario import Scenario
@@ -73,7 +74,7 @@ def system_cell(
     system, config = bound.system, scenarios.config
     workers = config.num_workers(scenarios.trace)
     generating = generating_workers(system, workers)
-    settings: dict[str, Any] = {
+    settings: Json = {
         "workload": system.workload, "online_updates": system.online_updates, "admission": system.admission,
         "acceptance": bound.acceptance, "workers": generating, "spot": bound.spot,
         "placement": config.placement or system.placement,
@@ -169,7 +170,7 @@ def on_gpus(stages: StageCosts, num_gpus: int) -> StageCosts:
     if stages.num_gpus is None:
         return stages
     factor = stages.num_gpus / num_gpus
-    update: dict[str, Any] = {"num_gpus": num_gpus}
+    update: Json = {"num_gpus": num_gpus}
     for name in ("inference", "train"):
         part = getattr(stages, name)
         if part is not None:

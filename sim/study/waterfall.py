@@ -25,7 +25,7 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import WHOLE_TOKENS
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.sim.config import SimulationConfig, decision_interval
 from tltlab.sim.scenario import Scenario, policy_name
 from tltlab.sim.tuning.cases import oracle_policy
@@ -178,7 +178,7 @@ class _Run:
         if self.measured_s is not None:
             until["unexplained"] = [self.measured_s]
         before = np.zeros(len(self.scenario.steps))
-        columns: dict[str, Any] = {"rl_step": [step.rl_step for step in self.scenario.steps], "policy": self.name}
+        columns: Json = {"rl_step": [step.rl_step for step in self.scenario.steps], "policy": self.name}
         for name, several in until.items():
             after = np.mean(several, axis=0)
             # A change of the last digits alone does not apply, and the next step counts from before it.

@@ -32,7 +32,7 @@ from tltlab.planning.system_binding import BoundSystem
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableSpec
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.sim.config import SimulationConfig, check_keywords, decision_interval, has_epochs
 from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import Scenario, policy_name
@@ -97,7 +97,7 @@ class Answer(SpeedUp):
             return f"{100 * self.accept:.0f} % of drafted tokens accepted"
         return f"drafts accepted as in {' and '.join(self.acceptance.values())}"
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> Json:
         """The keys of an answer in `tltlab what-if --json`."""
         return {
             "policy": self.policy.model_dump(mode="json"),
@@ -159,7 +159,7 @@ class WhatIf:
         return machine.name if machine else f"costs {self.scenario.costs_name}"
 
     @property
-    def _evidence(self) -> dict[str, Any]:
+    def _evidence(self) -> Json:
         return self.scenario.evidence(self.best.policy.strategies)
 
     @property
@@ -338,7 +338,7 @@ class WhatIf:
         """The systems, one row each."""
         return pd.DataFrame(self.systems)
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> Json:
         """The keys of `tltlab what-if --json`, without the systems' rows; `policy` is what a policy file holds."""
         best, whole = self.best, self._speed_ups(whole=True)
         names = ("verdict", "setting", "distance", "evidence", "with_epochs", "assumed", "rollout_share",
@@ -459,7 +459,7 @@ class DrafterTraining:
     saved_s: float
     delay_s: float | None
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> Json:
         """The keys of `drafter_training` in `tltlab what-if --json`."""
         values = {"drafter": self.drafter, "source": self.source, "level": self.level}
         values |= {"speedup": interval_ends(self.speed_up), "saved_s": self.saved_s, "delay_s": self.delay_s}

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import CustomSpec, FixedSpec
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.band import InputErrors
@@ -156,7 +155,7 @@ class TuningCases:
             chosen.append(replace(each, steps=steps, queues=tuple(each.queues[i] for i in at)))
         return replace(self, scenarios=tuple(chosen))
 
-    def granted(self, policy: Policy) -> dict[str, Any]:
+    def granted(self, policy: Policy) -> Json:
         """The policy's `drafters` and the `acceptance` of each in words: `Scenario.granted` of all traces."""
         rows = [scenario.granted(policy.strategies) for scenario in self.scenarios]
         texts = {name: dict.fromkeys(row["acceptance"][name] for row in rows) for name in rows[0]["drafters"]}

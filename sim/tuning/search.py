@@ -20,7 +20,7 @@ from tltlab.planning.buckets import plan_buckets
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.selector import SelectorSpec
 from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.study import Journal
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -202,7 +202,7 @@ def bandits(prices: Prices) -> Space:
 class Trial:
     """Settings that were tried and their score."""
 
-    settings: dict[str, Any]
+    settings: Json
     policy: Policy
     score: float
     number: int = 0
@@ -260,7 +260,7 @@ def search(
     return sorted(finished, key=lambda trial: trial.score)
 
 
-def _suggested(trial: Any, choices: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+def _suggested(trial: Any, choices: Mapping[str, tuple[Any, ...]]) -> Json:
     """Values are suggested by their place; of numbers the sampler knows which lie beside one another."""
     settings = {}
     for name, values in choices.items():

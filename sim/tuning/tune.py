@@ -31,7 +31,7 @@ from tltlab.options import Option, option
 from tltlab.own import split
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.sim.config import SimulationConfig, decision_interval
 from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import DEPTHS, Scenario, policy_name
@@ -372,7 +372,7 @@ class TuneResult(Judged):
     searched: dict[str, float]
     trials: tuple[Trial, ...]
     tuned: str
-    buckets: tuple[dict[str, Any], ...]
+    buckets: tuple[Json, ...]
     tuned_on: tuple[tuple[int, ...], ...]
     judged_on: tuple[tuple[int, ...], ...]
     placement_gain: float
@@ -410,7 +410,7 @@ class TuneResult(Judged):
         command = f"TLTLAB_POLICY={path} python train.py" if drafts and path else ""
         return f"{self.verdict}\n{next_line(gains, command)}".rstrip()
 
-    def json(self, path: str | None = None) -> dict[str, Any]:
+    def json(self, path: str | None = None) -> Json:
         """The keys of `tltlab tune --json`."""
         names = ("name", "worth_it", "oracle_s", "bound_s", "fixed_bound_s", "buckets", "tuned_on",
                  "judged_on", "placement_gain", "planner", "planner_gain", "notes", "wall_s")  # fmt: skip

@@ -2,12 +2,12 @@
 
 import json
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pandas as pd
 
 from tltlab.console import table_text
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 
 
 @frozen
@@ -40,11 +40,11 @@ class Errors:
         return max(0.05, self.repeat_spread or 0.0)
 
     @property
-    def verdict(self) -> dict[str, Any]:
+    def verdict(self) -> Json:
         """The goal, and True if the errors are within it."""
         return {"goal": self.goal, "met": self.median_error <= self.goal}
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> Json:
         """The rows and their errors as JSON types."""
         return {
             "median_error": self.median_error,

@@ -29,7 +29,7 @@ from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import write_json
 from tltlab.own import split
 from tltlab.policies.policy import EXPLORE, Policy, load_policy
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.sim.study.reduce import granted_text
 from tltlab.sim.study.study import PLAYED, SIMULATED, Cell, Study
 from tltlab.stats import kendall_tau, mean_of_few, non_overlapping_pairs
@@ -202,7 +202,7 @@ class Agreement(Errors):
     def num_rounds(self) -> int:
         return int(self.rollouts["round"].nunique())
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> Json:
         """The keys of `tltlab verify RUN --policies ... --json`."""
         at_speed = self.rows["error_at_speed"].abs()
         names = ("median_error", "worst_error", "repeat_spread", "repeat_bias", "num_pairs", "kendall_tau")

@@ -29,7 +29,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.policies.policy import Policy
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.scenario import Scenario, is_memoryless
 from tltlab.sim.study.jobs import side_by_side
@@ -107,7 +107,7 @@ class Verification(Errors):
         rows = self.rows
         return float((rows["predicted_s"] * rows["step_time_ratio"] / rows["measured_s"] - 1).abs().median())
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> Json:
         """The keys of `tltlab verify --json`."""
         foreseen = self.rows[self.rows["forecast_s"].notna()]
         within = foreseen["measured_s"].between(foreseen["forecast_low_s"], foreseen["forecast_high_s"])
@@ -320,7 +320,7 @@ class _Prediction(RecordedRun):
     window: int
     forecasts: int
 
-    def row(self, force: ActivePolicy, step: int, measured_s: float) -> dict[str, Any]:
+    def row(self, force: ActivePolicy, step: int, measured_s: float) -> Json:
         """The RL step's row of `Verification.rows`."""
         rl_steps = self.trace.rl_steps
         fit_on, costs, accepted, outside_s = self._fitted([s for s in rl_steps if s != step], force.policy, step)

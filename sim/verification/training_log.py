@@ -18,7 +18,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -41,7 +40,7 @@ from tltlab.costs.linear import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.study.jobs import side_by_side
 from tltlab.sim.study.logged import LoggedRun
@@ -140,7 +139,7 @@ class LogFit(Errors):
     notes: tuple[str, ...]
     unit: str = "rollout"
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> Json:
         """The keys of `log` in `tltlab calibrate --json`."""
         names = ("terms", "constant_error", "outside_share", "accept_length", "accept_spread")
         return super().json() | {name: getattr(self, name) for name in names}
@@ -193,7 +192,7 @@ def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) 
     fitted: LinearCosts | ScaledCosts
     if columns.shape is None:
         batch = math.ceil(trace.outcomes.groupby("rl_step").size().max() / columns.workers)
-        coefficients: dict[str, Any] = {"per_context_s": 0.0, "prefill_per_token_s": 0.0}
+        coefficients: Json = {"per_context_s": 0.0, "prefill_per_token_s": 0.0}
         if speculated.any():
             coefficients |= dict.fromkeys(DRAFTING, 0.0)
         coefficients |= terms | origin | {"calibrated": CalibratedRange(batch=(1.0, float(batch)))}
@@ -244,7 +243,7 @@ class LogVerification(Errors):
     share: float | None
     unit: str = "rollout"
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> Json:
         """The keys of `tltlab verify --json` for a log."""
         rows = self.rows
 

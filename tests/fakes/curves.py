@@ -5,7 +5,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from tltlab.acceptance.base import AcceptanceModel, Key, known_drafter, only_chains
+from tltlab.acceptance.base import AcceptanceModel, known_drafter, only_chains
+from tltlab.state import Key
 
 
 def normals(seed, keys):

@@ -21,10 +21,9 @@ from tltlab.arrays import Bytes, Floats
 from tltlab.config import FiniteModel, Share, StoredModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
-from tltlab.state import DrafterState
+from tltlab.state import DrafterState, Key
 from tltlab.strategy import Strategy
 
-Key = tuple[int, str, int, int]
 Variation = Literal["nothing", "request", "position"]
 
 REFRESH_ITERATIONS = 32

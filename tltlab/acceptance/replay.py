@@ -12,10 +12,10 @@ import pandas as pd
 from tltlab.arrays import Bytes
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
-from tltlab.state import DrafterState
+from tltlab.state import DrafterState, Key
 from tltlab.strategy import Strategy
 
-from .base import Acceptance, Key, RequestArrays, Variation, known_drafter, only_chains
+from .base import Acceptance, RequestArrays, Variation, known_drafter, only_chains
 from .measured import FittedDepth, MeasuredAcceptance
 
 _KEY = ("rl_step", "prompt_id", "sample", "turn")

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Literal
 
 from scipy.special import bdtr  # type: ignore[import-untyped, unused-ignore]
 
 from tltlab.config import Count, FrozenModel, Share
 from tltlab.errors import ConfigError
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 
 FALSE_ALARM = 1e-4
 """Chance, at most, that a drafter exactly at the bound is called collapsed in one window, however long it lasts."""
@@ -117,7 +117,7 @@ class Verdict:
     drafts: int
 
     @classmethod
-    def from_row(cls, row: dict[str, Any]) -> Verdict:
+    def from_row(cls, row: Json) -> Verdict:
         """Restore the verdict from its fields, after JSON."""
         return cls(**(row | {name: tuple(row[name]) for name in ("predicted", "measured")}))
 
@@ -202,7 +202,7 @@ class Canary:
             return None
         return self.verdicts[-1]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """Return the counts and verdicts of the weights that serve, as JSON."""
         return {
             "moves": self._moves,
@@ -215,7 +215,7 @@ class Canary:
             "counts": self.counts.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         """Go back to what `state_dict` gave."""
         self._moves, self._why = state["moves"], state["why"]
         self.predicted, self.trusted = tuple(state["predicted"]), state["trusted"]

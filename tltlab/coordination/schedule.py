@@ -8,13 +8,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from tltlab.arrays import Floats
 from tltlab.config import Count, FrozenModel, Share
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.state import DrafterState
 
 PROBE_SHARE = 0.003
@@ -369,7 +369,7 @@ class TrainingSchedule:
         earlier = [past for past in self.attempts if past.rl_step != attempt.rl_step]
         self.attempts = sorted([*earlier, attempt], key=lambda past: past.rl_step)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """The record, as JSON."""
         return {
             "record": [asdict(row) for row in self.record],
@@ -378,7 +378,7 @@ class TrainingSchedule:
             "first": self._first,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         """Go back to what `state_dict` gave."""
         self.record = [RolloutDrift(**row) for row in state["record"]]
         self.trainings = list(state["trainings"])

@@ -7,9 +7,10 @@ one problem. Drafts are greedy, so verification keeps each drafted token with th
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Key = tuple[int, str, int, int]
+from tltlab.records import Json
+from tltlab.state import Key as Key
 
 
 class Draft(NamedTuple):
@@ -82,11 +83,11 @@ class Drafter(ABC):
         """Approximate memory of the index in bytes, 0 where the drafter does not report it."""
         return 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """Return the state of finished responses that outlives an RL step, as JSON types."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         """Forget everything, then take back what `state_dict` gave."""
         self.forget()
 

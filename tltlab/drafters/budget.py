@@ -6,14 +6,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
-from tltlab.state import RequestState, StepState
+from tltlab.records import Json
+from tltlab.state import Key, RequestState, StepState
 from tltlab.strategy import Strategy
 
 from .specs import Drafters
@@ -48,11 +49,11 @@ class DraftBudget(ABC):
     def finished(self, request: RequestState, *, drafted: int, accepted: int) -> None:  # noqa: B027
         """Learn from a request that has ended with these `drafted` and `accepted` tokens over its whole response."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """Everything learned, as JSON types."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+    def load_state_dict(self, state: Json) -> None:  # noqa: B027
         """Take back what `state_dict` gave."""
 
 
@@ -300,10 +301,10 @@ class LengthClasses:
         tables = self._tables
         return None if tables is None else tables.expect(prompt_ids, generated_tokens)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         return {"records": [list(r) for r in self.records_], "pending": [list(r) for r in self.pending_]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         self.records_ = [(str(prompt), int(length)) for prompt, length in state["records"]][-self.window :]
         self.pending_ = [(str(prompt), int(length)) for prompt, length in state["pending"]]
         self._is_fit = False
@@ -472,7 +473,7 @@ class LengthAwareBudget(DraftBudget):
         # Tokens drafted, accepted and generated: so many of the last that the settings stand for one short response.
         accepted_share = reach * (1.0 - math.exp(-efficiency))
         self.pooled_ = [_PRIOR_TOKENS, accepted_share * _PRIOR_TOKENS, _PRIOR_TOKENS]
-        self.keys_: list[tuple[int, str, int, int]] = []
+        self.keys_: list[Key] = []
         self.calls_left_ = 0
         self.plans_: dict[tuple[int, int], list[float]] = {}
 
@@ -534,7 +535,7 @@ class LengthAwareBudget(DraftBudget):
             forget = 1.0 - 1.0 / _MEMORY_RESPONSES
             self.pooled_ = [forget * old + more for old, more in zip(self.pooled_, new, strict=True)]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         return {
             "classes": self.classes_.state_dict(),
             "pooled": list(self.pooled_),
@@ -543,7 +544,7 @@ class LengthAwareBudget(DraftBudget):
             "plans": [[*shape, ends] for shape, ends in self.plans_.items()],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         self.classes_.load_state_dict(state["classes"])
         self.pooled_ = list(state["pooled"])
         self.keys_ = [(key[0], key[1], key[2], key[3]) for key in state["keys"]]

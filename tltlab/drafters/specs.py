@@ -13,7 +13,7 @@ from tltlab.config import Built, Count, FiniteModel
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_object
 from tltlab.own import OwnPart
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.strategy import Strategy
 
 from . import suffix
@@ -103,7 +103,7 @@ class LearnedSpec(FiniteModel):
         return self
 
     @property
-    def speculative_config(self) -> dict[str, Any]:
+    def speculative_config(self) -> Json:
         """vLLM's `speculative_config`, which selects the target's own MTP layers where no model is named."""
         return {"method": self.method} | ({"model": self.model} if self.model else {})
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError
+from tltlab.records import Json
 
 from .base import Draft, Drafter, Key
 
@@ -454,7 +455,7 @@ class SuffixDrafter(Drafter):
         trees = sum(tree.memory_bytes for tree in self._built.values())
         return trees + self._history.num_bytes + 4 * sum(len(request.text) for request in self._running.values())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """The finished responses that some tree holds, in the order they finished, as JSON types; none that runs.
 
         `responses` has rows [rl_step, prompt_id, sample, turn, index into `prompts`, tokens].
@@ -467,7 +468,7 @@ class SuffixDrafter(Drafter):
         unpacked = [np.frombuffer(prompt, np.int32).tolist() for prompt in prompts]
         return {"rl_step": self._rl_step, "prompts": unpacked, "responses": rows}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         """Forget everything, then learn what `state_dict` gave: this drafter's, or one's with other settings, or {}.
 
         The drafts are the same, except that among equally frequent continuations a tree prefers one by the order in

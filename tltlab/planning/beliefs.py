@@ -3,15 +3,16 @@
 import math
 from bisect import bisect
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Floats, Ints
+from tltlab.records import Json
+from tltlab.state import Key
 from tltlab.traces.trace import Trace
 
-from .rollout import Key, RolloutState, Shape
+from .rollout import RolloutState, Shape
 
 MOST_KEPT = 4096
 """Lengths of earlier RL steps that are kept of all prompts together."""
@@ -60,7 +61,7 @@ class LengthBelief:
         self._number: dict[str, int] = {prompt: i for i, prompt in enumerate(prompts)}
         self._known: Floats = np.array(known, np.float64)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """The arguments of a belief that knows the same, as JSON types."""
         known = self._known.tolist()
         return {"lengths": self._lengths.tolist(), "prompts": list(self._number), "known": known}

@@ -16,11 +16,11 @@ import numpy as np
 from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.own import OwnPart, from_user, raised
+from tltlab.state import Key
 from tltlab.strategy import NO_SPECULATION
 
 from .dispatch import Seconds, predicted_long, rank_groups, split_pools
 
-Key = tuple[int, str, int, int]
 Queues = list[list[int]]
 Lengths = Mapping[str, Sequence[int]]
 """Response lengths of earlier RL steps by prompt id, in tokens, the oldest first."""

@@ -23,9 +23,9 @@ from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
 from tltlab.own import OwnPart
 from tltlab.records import frozen
+from tltlab.state import Key
 from tltlab.strategy import Strategy
 
-Key = tuple[int, str, int, int]
 HELD = -1
 """In place of a worker: the request is with no engine."""
 LENGTHS = "lengths"

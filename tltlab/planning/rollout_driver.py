@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 
 from tltlab.config import shown
 from tltlab.errors import ConfigError, one_line
+from tltlab.state import Key
 
-from .rollout import Action, Gather, Hold, Key, Move, RolloutPlanner, RolloutState, Shape
+from .rollout import Action, Gather, Hold, Move, RolloutPlanner, RolloutState, Shape
 
 
 class PlanDriver:

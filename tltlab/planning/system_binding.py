@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from tltlab.costs.base import CostModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
@@ -148,7 +147,7 @@ def bind_assuming(
         network, texts = roles.known_network, roles.known_texts
         missing = [name for name, known in ((LEARNED_DEFAULT, network), (TEXT_DEFAULT, texts)) if not known]
         note = f"acceptance of all drafters is not known: the default {' and '.join(missing)} is taken"
-        sources: dict[str, Any] = dict.fromkeys(roles.of_kind(text=True), TEXT_DEFAULT)
+        sources: Json = dict.fromkeys(roles.of_kind(text=True), TEXT_DEFAULT)
         sources |= {network or roles.of_kind(text=False)[0]: LEARNED_DEFAULT}
         for name in (*([network] if network else []), *texts):
             sources[name] = acceptance.of(name) if isinstance(acceptance, PerDrafter) else acceptance

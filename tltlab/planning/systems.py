@@ -3,7 +3,6 @@
 import tomllib
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -11,6 +10,7 @@ from tltlab.config import validated
 from tltlab.drafters.specs import SYSTEM_DRAFTERS
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.own import split
+from tltlab.records import Json
 
 from . import composition
 from .composition import System
@@ -18,7 +18,7 @@ from .composition import System
 _SYSTEM = TypeAdapter(System)
 
 
-def _system(row: dict[str, Any]) -> System:
+def _system(row: Json) -> System:
     """Return a row of `systems.toml` with the parts that it names; ConfigError for a faulty one."""
     parts = {name: getattr(composition, row[name]) for name in ("selector", "budget") if name in row}
     specs = tuple((drafter, SYSTEM_DRAFTERS[name]) for drafter, name in row.get("specs", {}).items())

@@ -4,13 +4,13 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
 from tltlab.arrays import Floats, Ints
 from tltlab.costs.linear import FAR_TOKENS
 from tltlab.errors import ConfigError
+from tltlab.records import Json
 from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -339,14 +339,14 @@ class Adaptive(Selector, kind="adaptive"):
         """Tokens per second of the iteration, None where it teaches nothing about time."""
         return _TOKENS_PER_SECOND(choice.strategy, outcome) if choice.strategy in self._index else None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         return super().state_dict() | {
             "arrays": {name: getattr(self, name).tolist() for name in _ARRAYS},
             "values": {name: getattr(self, name) for name in _VALUES},
             "pending": [[*row, list(map(float, accepted))] for *row, accepted in self.pending_],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         super().load_state_dict(state)
         for name in _ARRAYS:
             setattr(self, name, np.array(state["arrays"][name], np.float64))

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
 from tltlab.config import FiniteModel, InFile
 from tltlab.errors import ConfigError
+from tltlab.records import Json
 from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -131,11 +132,11 @@ class BegMab(Selector, kind="beg-mab"):
         """The reward that `observe` would learn from this outcome; ask before `observe`."""
         return self.reward_(choice.strategy, outcome)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         windows = [[list(window.values) for window in windows.values()] for windows in self.windows_]
         return super().state_dict() | {"windows": windows, "reward": self.reward_.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         super().load_state_dict(state)
         for windows, rewards in zip(self.windows_, state["windows"], strict=True):
             for window, values in zip(windows.values(), rewards, strict=True):

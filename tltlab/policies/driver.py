@@ -6,6 +6,7 @@ from typing import Any
 
 from tltlab.drafters.budget import DraftBudget, UniformBudget, shares_of
 from tltlab.errors import ConfigError
+from tltlab.records import Json
 from tltlab.state import NO_CHOICE, Choice, RequestState, StepOutcome, StepState
 from tltlab.strategy import Strategy
 
@@ -146,7 +147,7 @@ class PolicyDriver:
         self.take(ReplayedDecisions(inner, rows, worker=self.worker), self.budget)
         self._go_to(self._replay_place)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """Return the learned state of policy and budget, and the position of a replay."""
         selector, replayed = self.selector, self._replay_place
         if isinstance(selector, ReplayedDecisions):
@@ -157,7 +158,7 @@ class PolicyDriver:
             "budget": self.budget.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         """Go back to what `state_dict` gave. A replay, now or to come, continues where it was."""
         self.forget()
         rl_step, iteration = state["replayed"]

@@ -6,7 +6,7 @@ cost model. Built from the public descriptions and sources, to compare with.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, accept_probabilities, refuse_trees, share_out
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
+from tltlab.records import Json
 from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -90,10 +91,10 @@ class AcceptedThresholds(Selector, kind="thresholds"):
             slot.at = _moved(slot)
             slot.accepted = max(slot.accepted, 0.0)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         return {"slots": [[slot.at, slot.accepted, slot.iterations] for slot in self.slots_]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         for slot, (at, accepted, iterations) in zip(self.slots_, state["slots"], strict=True):
             slot.at, slot.accepted, slot.iterations = at, accepted, iterations
 
@@ -184,8 +185,8 @@ class VerificationBudget(DraftBudget):
             self._seconds[strategy, batch] = totals, fixed_s, slope_s
         return self._seconds[strategy, batch]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         return {"calls_off": self.calls_off_}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         self.calls_off_ = state["calls_off"]

@@ -14,6 +14,7 @@ from tltlab.costs.load import load_costs, presets
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
+from tltlab.records import Json
 from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -45,7 +46,7 @@ def _written_out(costs: Any, info: ValidationInfo) -> Any:
         raise ValueError(str(error)) from error
 
 
-COSTS = InFile(Annotated[str | dict[str, Any], BeforeValidator(_written_out)], load_costs)
+COSTS = InFile(Annotated[str | Json, BeforeValidator(_written_out)], load_costs)
 """In a file, costs are a preset's name, a cost model's file, or a cost model written out."""
 
 
@@ -161,7 +162,7 @@ class Goodput(Selector, kind="goodput"):
             if strategy.speculates:
                 self._tokens[strategy] = yields[strategy.drafter][strategy.reach - 1]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         super().load_state_dict(state)
         self._estimate()
 

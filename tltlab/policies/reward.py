@@ -4,9 +4,10 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from tltlab.errors import ConfigError
+from tltlab.records import Json
 from tltlab.state import StepOutcome
 from tltlab.strategy import Strategy
 
@@ -121,10 +122,10 @@ class Reward:
         share = (batch - below) / (above - below)
         return (1.0 - share) * plain_s[below] + share * plain_s[above]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         return {"plain_s": [[batch, list(self._windows[batch].values)] for batch in sorted(self._windows)]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         self._windows.clear()
         self._plain_s.clear()
         self._batches.clear()

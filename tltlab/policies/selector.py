@@ -26,6 +26,7 @@ from pydantic import (
 from tltlab.config import Built, FiniteModel
 from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError
+from tltlab.records import Json
 from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import Strategy
 
@@ -67,7 +68,7 @@ class SelectorSpec(Built, init=False):
         return values
 
     @model_serializer(mode="wrap")
-    def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_unused(self, dump: SerializerFunctionWrapHandler) -> Json:
         return {name: value for name, value in dump(self).items() if value not in ((), [])}
 
 
@@ -144,7 +145,7 @@ class Selector(ABC):
         """Names of the arms that learned state belongs to, where it is `by_arm`."""
         return [str(strategy) for strategy in self.strategies]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """Everything learned, as JSON types: the attributes `state_names`, and the position of a generator `rng`."""
         state = {name.rstrip("_"): deepcopy(getattr(self, name)) for name in self.state_names}
         if self.by_arm:
@@ -153,7 +154,7 @@ class Selector(ABC):
             state["rng"] = {key: _plain(value) for key, value in rng.bit_generator.state.items()}
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         """Take back what `state_dict` gave; ConfigError for that of other arms."""
         if self.by_arm and state.get("arms", self.arm_names) != self.arm_names:
             raise ConfigError(f"the saved state has the arms {state['arms']}, this policy has {self.arm_names}")

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError, RunError
+from tltlab.records import Json
 from tltlab.state import NO_CHOICE, Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -84,10 +85,10 @@ class ElasticActivation(Wrapper):
             return _OFF
         return Choice(NO_SPECULATION, learns=False, stays=True, least_batch=self.max_requests + 1)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         return super().state_dict() | {"inner": self.inner.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         super().load_state_dict(state)
         self.inner.load_state_dict(state["inner"])
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from tltlab.hardware import GIB, RUNTIME_BYTES, ModelShape, available_memory
 from tltlab.own import split
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
+from tltlab.records import Json
 from tltlab.runtime.rollout.played import STOCK, RehearsalPlan
 from tltlab.sim.verification.played import listed_policies
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -149,7 +149,7 @@ def rates_of(name: str, policy: Policy, granted: PerDrafter) -> tuple[float, ...
     return rates
 
 
-def shape_of(model: str) -> tuple[ModelShape, dict[str, Any]]:
+def shape_of(model: str) -> tuple[ModelShape, Json]:
     """A model's shape and config.json, by a name of `tltlab.hardware`, "tiny-shape", a config.json or its folder."""
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     if path.is_file():

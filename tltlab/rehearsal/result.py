@@ -23,7 +23,7 @@ from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import write_json
 from tltlab.policies.policy import Policy
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.runtime.engine.environment import gpus, hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.rollout.played import STOCK, RehearsalPlan, played, rollout_of
@@ -66,7 +66,7 @@ class Rehearsal:
         ends = "" if math.isnan(self.speedup.low) else f" [{self.speedup.low:.2f}, {self.speedup.high:.2f}]"
         return f"{self.best} {self.speedup.estimate:.2f}x{ends} over {over}; {simulated}."
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> Json:
         """The keys of `tltlab rehearse --json`."""
         return {
             "policies": json_rows(self.rows),
@@ -105,7 +105,7 @@ def judged(plan: RehearsalPlan, out: Path) -> Rehearsal:
     trace, costs, rollouts = read(out), _shipped_costs(plan), found.rollouts
     names = [name for name in plan.policies if name in set(rollouts["policy"])]
     rows = found.rows.set_index("policy").loc[names]
-    shown: dict[str, dict[str, Any]] = {}
+    shown: dict[str, Json] = {}
     for name in names:
         steps = rollouts.loc[rollouts["policy"] == name, "rl_step"].tolist()
         why = f"not predicted: {found.why_not[name]}" if name in found.why_not else ""
@@ -139,11 +139,11 @@ def judged(plan: RehearsalPlan, out: Path) -> Rehearsal:
     return result
 
 
-def _shown(part: Trace, stock: bool) -> dict[str, Any]:
+def _shown(part: Trace, stock: bool) -> Json:
     """Return what a policy's rollouts show beside their times; stock vLLM shows no strategies."""
     iterations = part.table("iterations")
     windows = [window for step in part.rl_steps if (window := tail_window(part, step))]
-    row: dict[str, Any] = {"chose": {}, "graphs": {}, "kv_tokens": None, "accept_length": mean_accept_length(part)}
+    row: Json = {"chose": {}, "graphs": {}, "kv_tokens": None, "accept_length": mean_accept_length(part)}
     row["tail_s"] = float(np.mean([end - start for start, end in windows])) if windows else math.nan
     if not stock and iterations is not None:
         chosen = zip(iterations["drafter"], iterations["draft_depth"], strict=True)

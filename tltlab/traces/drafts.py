@@ -19,7 +19,7 @@ import pandas as pd
 from tltlab.arrays import Array, Flags, Floats, Ints
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, TraceError
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 
 from .schema import KEY
 from .trace import Trace
@@ -89,7 +89,7 @@ class AttributedBatch(NamedTuple):
     a draft: the first iteration of a request is its prefill, without a draft.
     """
 
-    row: dict[str, Any]
+    row: Json
     running: Ints
     before: Ints
     accepted: Ints

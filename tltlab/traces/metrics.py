@@ -7,7 +7,6 @@ A trace larger than memory is read in parts of neighbouring RL steps.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,7 @@ import pyarrow.compute as pc
 
 from tltlab.arrays import Floats, Ints
 from tltlab.errors import TraceError
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.stats import intraclass_correlation
 
 from .trace import Trace
@@ -185,7 +184,7 @@ def prompt_share(trace: Trace) -> float | None:
     return intraclass_correlation(between / between_df, within / within_df, (num - squared_sizes) / between_df)
 
 
-def summary(trace: Source, *, workers: int | None = None) -> dict[str, Any]:
+def summary(trace: Source, *, workers: int | None = None) -> Json:
     """The keys of `tltlab simulate --json`; None where unknown (the bound and the wall time are the simulator's).
 
     Rollouts alone know no accepted lengths, and not on how many `workers` they ran.
@@ -208,7 +207,7 @@ def summary(trace: Source, *, workers: int | None = None) -> dict[str, Any]:
     }
 
 
-def per_step(trace: Trace) -> list[dict[str, Any]]:
+def per_step(trace: Trace) -> list[Json]:
     """One dict per RL step: lengths, prompt share and the metrics above; RL steps are read one by one."""
     rows = []
     for step in trace.iter_rl_steps():
@@ -322,7 +321,7 @@ def _ratio(numerator: float, denominator: float) -> float | None:
     return float(numerator / denominator) if denominator > 0 else None
 
 
-def describe(trace: Trace) -> dict[str, Any]:
+def describe(trace: Trace) -> Json:
     """The keys of `tltlab trace describe --json`: manifest, rows of each table, one dict per RL step, prompt share."""
     return {
         "manifest": trace.manifest.model_dump(),
@@ -332,7 +331,7 @@ def describe(trace: Trace) -> dict[str, Any]:
     }
 
 
-def count(trace: Trace) -> dict[str, Any]:
+def count(trace: Trace) -> Json:
     """RL steps, responses and tokens of a trace, and the names of its tables."""
     return {
         "num_rl_steps": len(trace.rl_steps),

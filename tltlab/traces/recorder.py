@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from tltlab.errors import ConfigError, InputError, RunError, TraceError
 from tltlab.files import LOCK, fsync_folder, lock, new_folder, sha256_of
+from tltlab.records import Json
 
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Contents, Manifest, Rows, by_column
 from .storage import StoredTable, damaged, refuse_foreign_target, table_writer
@@ -151,10 +152,10 @@ class Recorder:
     def _begin(self, path: Path) -> None:
         self.path = path
         self._rows: dict[str, list[pa.Table]] = {}
-        self._manifest_fields: dict[str, Any] = {}
+        self._manifest_fields: Json = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tltlab-recorder")
         # A write in a thread, with its rows and fields: where it fails, these come before those appended since.
-        self._writing: tuple[Future[None], dict[str, list[pa.Table]], dict[str, Any]] | None = None
+        self._writing: tuple[Future[None], dict[str, list[pa.Table]], Json] | None = None
         # Parts of a table and RL step that this process wrote, in order, with their numbers of rows.
         self._sizes: dict[tuple[str, int], list[tuple[str, int]]] = {}
         refuse_foreign_target(path)
@@ -251,7 +252,7 @@ class Recorder:
         else:
             self._writing = self._writer.submit(self._write, rows, fields), rows, fields
 
-    def _write(self, rows: dict[str, list[pa.Table]], fields: dict[str, Any]) -> None:
+    def _write(self, rows: dict[str, list[pa.Table]], fields: Json) -> None:
         try:
             tables = {name: _checked(name, rows[name]) for name in TABLES if any(map(len, rows.get(name, ())))}
             if not tables and not fields:
@@ -318,7 +319,7 @@ class Recorder:
             (future, *written), self._writing = self._writing, None
             self._done(future.result, *written)
 
-    def _done(self, write: Callable[[], None], rows: dict[str, list[pa.Table]], fields: dict[str, Any]) -> None:
+    def _done(self, write: Callable[[], None], rows: dict[str, list[pa.Table]], fields: Json) -> None:
         """Where `write` fails its rows come before those appended since."""
         try:
             write()

@@ -33,7 +33,8 @@ from tltlab.config import Count, FrozenModel, faults
 from tltlab.drafters.specs import DrafterTraits
 from tltlab.errors import TraceError
 from tltlab.files import read_text, replace_durably, sealed, unsealed
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
+from tltlab.state import Key
 from tltlab.strategy import Strategy
 
 FORMAT = "tltlab-trace"
@@ -96,7 +97,7 @@ that are held out of training; null where none was measured. `ended` is one of `
 a remark.
 """
 
-Row = dict[str, Any]
+Row = Json
 """A row of a table, or a table by column; None is unknown.
 
 A value given for a column is the same for all rows, or a list or array with a value per row.
@@ -142,8 +143,8 @@ class Manifest(FrozenModel):
     without_iterations: tuple[int, ...] | None = None
 
     @model_serializer(mode="wrap")
-    def _without_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        unset: dict[str, Any] = {"drafters": {}, "drafting": None, "without_iterations": None}
+    def _without_unset(self, dump: SerializerFunctionWrapHandler) -> Json:
+        unset: Json = {"drafters": {}, "drafting": None, "without_iterations": None}
         return {name: value for name, value in dump(self).items() if name not in unset or value != unset[name]}
 
     @field_validator("created")
@@ -265,7 +266,7 @@ def by_column(name: str, rows: Rows) -> pa.Table:
         return pa.table(columns, schema=pa.schema(fields))
 
 
-def key_columns(key: tuple[int, str, int, int]) -> Row:
+def key_columns(key: Key) -> Row:
     """Return the columns of a request's key."""
     return dict(zip(KEY, key, strict=True))
 
