@@ -126,12 +126,12 @@ class Floors:
         """Work them out for batches of up to `most` requests."""
         every, batches = regimes.up_to(most), range(1, most + 1)
         at = [[regimes.at(s, b, loaded=not regimes.loads_late) for b in batches] for s in regimes.strategies]
-        options = [[(r.tokens, r.fixed_s(b), r.slope_s(b)) for b, r in zip(batches, row, strict=True)] for row in at]
+        options = [[(r.tokens, *r.terms(b)) for b, r in zip(batches, row, strict=True)] for row in at]
         return cls(
             shape=shape,
             costs=costs,
             regimes=every,
-            fixed_s=np.array([[regime.fixed_s(b) for b in batches] for regime in every]),
+            fixed_s=np.array([[regime.terms(b)[0] for b in batches] for regime in every]),
             options=np.moveaxis(np.array(options), 2, 0),
         )
 

@@ -44,7 +44,7 @@ from tltlab.sim.engine.requests import Requests
 from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.workload import changed, requests_by_step
 from tltlab.state import DrafterState, RequestState
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.strategy import NO_SPECULATION, Strategy, drafters_of
 
 from .bounds import Floors, fixed_bound_s, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
@@ -184,7 +184,7 @@ class Scenario(SimulationConfig):
 
     def granted(self, strategies: Iterable[Strategy]) -> Json:
         """The `drafters` of these strategies and the `acceptance` of each in words, for a row of a table."""
-        drafters = sorted({s.drafter for s in strategies if s.speculates})
+        drafters = drafters_of(strategies)
         return {"drafters": drafters, "acceptance": granted(self.acceptance, self.acceptance_name, drafters)}
 
     def check_acceptance(self, policies: Iterable[Policy]) -> None:
@@ -202,7 +202,7 @@ class Scenario(SimulationConfig):
             for name in self.acceptance.drafters if isinstance(self.acceptance, PerDrafter) else ():
                 assert known[name]
             return
-        self.check_drafters({s.drafter for policy in policies for s in policy.strategies if s.speculates}, own)
+        self.check_drafters(drafters_of(s for policy in policies for s in policy.strategies), own)
 
     def check_drafters(self, names: Collection[str], own: Mapping[str, DrafterSpec] = {}) -> None:
         """ConfigError where one model would serve drafters of different kinds among these."""
@@ -227,7 +227,7 @@ class Scenario(SimulationConfig):
         """
         entropy = [[self.seed, w] for w in range(self.workers)] if entropy is None else entropy
         registry = self.registry_of({"": policy})
-        drafters = sorted({s.drafter for s in policy.strategies if s.speculates})
+        drafters = drafters_of(policy.strategies)
         budgets = budgets_of(policy, self.workers)
         trainer = None if self.spot is None else SimulatedSpotTrainer(self.spot)
         simulators = dict[Shape, RolloutSimulator]()
@@ -313,7 +313,7 @@ class Scenario(SimulationConfig):
                 drafters.check(policy.strategies)
             except ConfigError as error:
                 raise ConfigError(f"policy {title}: {error}" if title else str(error)) from error
-            for name in {s.drafter for s in policy.strategies if s.speculates}:
+            for name in drafters_of(policy.strategies):
                 if used.setdefault(name, drafters[name]) != drafters[name]:
                     raise ConfigError(f"policy {title}: its drafter {name!r} is another kind than others': rename it")
         return Drafters(traits={**self.registry, **used})
@@ -329,7 +329,7 @@ class Scenario(SimulationConfig):
         if evidence is None:
             description = f"not known: {self.costs_name} does not record what it was fitted to"
             return {"distance": "unknown", "says": description, "error": None, "speedup_error": None}
-        speculates = any(s.speculates for s in strategies)
+        speculates = bool(drafters_of(strategies))
         blocks = any(self.registry.in_blocks(s) for s in strategies if s.drafter in self.registry)
         beyond = [*evidence.beyond((s.draft_depth for s in strategies), blocks=blocks), *outside]
         return {
@@ -412,7 +412,7 @@ class Scenario(SimulationConfig):
         ones where it names none), and what the policy drafts, with its `own` acceptance where that is another.
         """
         model, scenario = self.acceptance, self
-        used = sorted({s.drafter for s in policy.strategies if s.speculates})
+        used = drafters_of(policy.strategies)
         if isinstance(own, PerDrafter) and isinstance(model, PerDrafter):
             own = None if all(own.of(name) is model.models.get(name, model.others) for name in used) else own
         if own is not None and own is not model:
@@ -449,7 +449,7 @@ class Scenario(SimulationConfig):
             regimes = Regimes(strategies, costs, model, self.registry if drafters is None else drafters)
             floors.append(Floors.of(regimes, costs, shape, max(map(len, self.steps), default=1)))
         # All gain alike in every iteration: then sharing a worker has an exact price.
-        alike = not any(s.speculates for s in strategies) or (model is not None and model.varies_by == "nothing")
+        alike = not drafters_of(strategies) or (model is not None and model.varies_by == "nothing")
 
         def least(step: Requests, shapes: Sequence[Floors]) -> float:
             bound_s = lower_bound_s(step, shapes, model, self.seed)

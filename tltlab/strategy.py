@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .errors import ConfigError
@@ -93,3 +94,8 @@ class Strategy:
 
 
 NO_SPECULATION = Strategy("none", 0, 0, 1)
+
+
+def drafters_of(strategies: Iterable[Strategy]) -> list[str]:
+    """Return the names of the drafters of these strategies, sorted; none of those that do not speculate."""
+    return sorted({strategy.drafter for strategy in strategies if strategy.speculates})

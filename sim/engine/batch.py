@@ -222,7 +222,7 @@ class Batch:
 
     def preempt(self) -> tuple[int, float]:
         """Put the newest out; the request and its generated tokens."""
-        request = int(self.residents[-1])
+        request = self.running[-1]
         return request, self.remove(request)
 
     def remove(self, request: int) -> float:
@@ -269,8 +269,8 @@ class Batch:
         else:
             gains, n = None, steady_iterations(self.remaining, 1.0, limit, room_tokens)
             total, growth = n, batch * n * (n - 1) / 2
-        context, slope_s = self.context_tokens, regime.slope_s(batch)
-        first_s = regime.fixed_s(batch) + slope_s * context
+        context, (fixed_s, slope_s) = self.context_tokens, regime.terms(batch)
+        first_s = fixed_s + slope_s * context
         self.made[residents] = made = self.made[residents] + total
         over = made >= self.requests.lengths[residents] - TOLERANCE_TOKENS
         if over.any():
@@ -408,10 +408,6 @@ class FluidBatch(Batch):
             heapq.heapify(entries)
             self._finish = entries
 
-    def preempt(self) -> tuple[int, float]:
-        request = next(reversed(self._offsets))
-        return request, self.remove(request)
-
     def remove(self, request: int) -> float:
         generated = self.generated(request)
         if self._drafting:
@@ -444,7 +440,7 @@ class FluidBatch(Batch):
 
     def advance(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
         batch, gain = len(self._offsets), regime.tokens
-        slope_s = regime.slope_s(batch)
+        fixed_s, slope_s = regime.terms(batch)
         context = batch * self._clock + self._base
         growth = batch * gain
         next_finish = self._next_finish()
@@ -452,7 +448,7 @@ class FluidBatch(Batch):
         if room_tokens != math.inf:
             limit = min(limit, _iterations_that_fit(batch, growth, room_tokens))
         n = int(min(n, limit))
-        first_s = regime.fixed_s(batch) + slope_s * context
+        first_s = fixed_s + slope_s * context
         seconds = n * first_s + slope_s * growth * (n * (n - 1) / 2)
         self._clock += n * gain
         reached = self._clock + TOLERANCE_TOKENS

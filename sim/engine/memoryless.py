@@ -107,12 +107,13 @@ class MemorylessChoices:
         for size in range(len(self._by_batch) + 1, batch + 1):
             choice = self.choose(size, 0, rl_step)
             regime = self._regimes.at(choice.strategy, size)
-            fixed_s = unloaded_s = regime.fixed_s(size)
+            fixed_s, slope_s = regime.terms(size)
+            unloaded_s = fixed_s
             if self._regimes.loads_late:
-                unloaded_s = self._regimes.at(choice.strategy, size, loaded=False).fixed_s(size)
+                unloaded_s = self._regimes.at(choice.strategy, size, loaded=False).terms(size)[0]
             self._by_batch.append((choice, regime))
             self._drafts_from.append(size if choice.strategy.speculates else self._drafts_from[-1])
-            terms.append((regime.tokens, fixed_s, unloaded_s, regime.slope_s(size), choice.strategy.speculates))
+            terms.append((regime.tokens, fixed_s, unloaded_s, slope_s, choice.strategy.speculates))
         if terms:
             self._terms = np.append(self._terms, np.array(terms, np.float64).T, axis=1)
         return self

@@ -282,8 +282,8 @@ def _iterations(of: _Worker) -> Row:
     context = np.concatenate([start + np.cumsum(t) - t for start, t in zip(c.context_tokens, gained, strict=True)])
     drafting = np.array([regime.cost.draft_s(b) for regime, b in sizes])
     draft_s = drafting[at]
-    verify_s = (np.array([regime.fixed_s(b) for regime, b in sizes]) - drafting)[at]
-    verify_s = verify_s + np.array([regime.slope_s(b) for regime, b in sizes])[at] * context
+    fixed_s, slope_s = np.array([regime.terms(b) for regime, b in sizes]).T
+    verify_s = (fixed_s - drafting)[at] + slope_s[at] * context
     if any(noise is not None for noise in c.noise):
         noise = _noise(c, verify_s + draft_s)
         draft_s, verify_s = draft_s * noise, verify_s * noise

@@ -12,7 +12,7 @@ from tltlab.costs.base import CostModel, IterationCost
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.records import frozen
-from tltlab.strategy import Strategy
+from tltlab.strategy import Strategy, drafters_of
 
 from .requests import Requests
 
@@ -34,22 +34,14 @@ class Regime:
     num_drafted: float
     most: int
     cdf: Floats | None
-    _fixed_s: dict[int, float] = field(default_factory=dict)
-    _slope_s: dict[int, float] = field(default_factory=dict)
+    _terms: dict[int, tuple[float, float]] = field(default_factory=dict)
 
-    def fixed_s(self, batch: int) -> float:
-        """Seconds of an iteration at this batch, without the context's share."""
-        seconds = self._fixed_s.get(batch)
-        if seconds is None:
-            seconds = self._fixed_s[batch] = self.cost.without_context_s(batch)
-        return seconds
-
-    def slope_s(self, batch: int) -> float:
-        """Seconds per token of context at this batch."""
-        seconds = self._slope_s.get(batch)
-        if seconds is None:
-            seconds = self._slope_s[batch] = self.cost.context_slope_s(batch)
-        return seconds
+    def terms(self, batch: int) -> tuple[float, float]:
+        """Seconds of an iteration at this batch without the context's share, and seconds per token of context."""
+        terms = self._terms.get(batch)
+        if terms is None:
+            terms = self._terms[batch] = self.cost.without_context_s(batch), self.cost.context_slope_s(batch)
+        return terms
 
 
 class Regimes:
@@ -67,9 +59,9 @@ class Regimes:
     ) -> None:
         drafters.check(strategies)
         self.strategies = tuple(strategies)
-        self.loads_late = costs.switch_s > 0 and any(s.speculates for s in strategies)
+        self._loaded = bool(drafters_of(strategies))
+        self.loads_late = costs.switch_s > 0 and self._loaded
         """True if a rollout that begins with plain decoding has no drafter loaded until it drafts."""
-        self._loaded = any(s.speculates for s in strategies)
         self.costs = costs
         self._drafters = drafters
         self._acceptance = acceptance

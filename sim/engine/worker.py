@@ -397,8 +397,9 @@ class Worker:
     def _until(self, regime: Regime, seconds: float) -> float:
         """Iterations until this much time has passed: n f + g n (n - 1) / 2 >= seconds, with the expected growth."""
         batch = len(self.batch)
-        first_s = regime.fixed_s(batch) + regime.slope_s(batch) * self.batch.context_tokens
-        half = regime.slope_s(batch) * batch * (1.0 if math.isnan(regime.tokens) else regime.tokens) / 2
+        fixed_s, slope_s = regime.terms(batch)
+        first_s = fixed_s + slope_s * self.batch.context_tokens
+        half = slope_s * batch * (1.0 if math.isnan(regime.tokens) else regime.tokens) / 2
         if half <= 0.0:
             return max(1.0, math.ceil(seconds / first_s - _ROUNDING)) if first_s > 0.0 else math.inf
         b = first_s - half

@@ -29,7 +29,7 @@ from tltlab.sim.engine.requests import Requests, of_responses
 from tltlab.sim.placement import place_steps
 from tltlab.sim.scenario import Scenario
 from tltlab.stats import Interval, paired_ratio, paired_speed_up, student_margin
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.strategy import NO_SPECULATION, Strategy, drafters_of
 from tltlab.traces.trace import Trace
 
 from .study import Cell, Study
@@ -161,7 +161,7 @@ class InputErrors:
         if speed_up is None:
             # Both times of a ratio come from one fit, and each is off by its error at most.
             speed_up = unstated if seconds is None else _added(seconds, seconds)
-        drafters = sorted({s.drafter for s in strategies if s.speculates})
+        drafters = drafters_of(strategies)
         granted = scenario.granted(strategies)["acceptance"]
         tokens = {}
         for name in drafters:

@@ -46,6 +46,7 @@ from tltlab.records import Json, frozen
 from tltlab.sim.rl_steps import Colocated, RunResult, Topology, run_steps
 from tltlab.sim.scenario import Scenario, is_memoryless
 from tltlab.sim.simulate import SimResult, simulated
+from tltlab.strategy import drafters_of
 from tltlab.traces.trace import Manifest
 
 from .jobs import side_by_side
@@ -227,7 +228,7 @@ def _check(cell: Cell) -> None:
     """ConfigError with the name of the policy and of the drafter where the acceptance does not have one."""
     try:
         model = cell.scenario.acceptance
-        drafters = {strategy.drafter for strategy in cell.policy.strategies if strategy.speculates}
+        drafters = drafters_of(cell.policy.strategies)
         cell.scenario.check_drafters(drafters, cell.policy.drafters)
         if model is not None:
             settled = model.in_state({})

@@ -24,7 +24,7 @@ from tltlab.sim.study.sample import spread
 from tltlab.sim.study.study import Cell, Study
 from tltlab.state import StepState
 from tltlab.stats import Interval, paired_ratio
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.strategy import NO_SPECULATION, Strategy, drafters_of
 from tltlab.traces.trace import Trace
 
 BUCKET_TOKENS = 512
@@ -97,7 +97,7 @@ def oracle_policy(scenario: Scenario, strategies: Sequence[Strategy]) -> Policy:
 
     >>> scenario.rollouts(oracle_policy(scenario, strategies))  # doctest: +SKIP
     """
-    if scenario.acceptance is None and any(s.speculates for s in strategies):
+    if scenario.acceptance is None and drafters_of(strategies):
         raise ConfigError("the oracle needs an acceptance model to know what speculation brings")
     expected = ExpectedIteration(scenario, strategies)
     return Policy(selector=CustomSpec.holding(lambda: Oracle(expected)))

@@ -33,6 +33,7 @@ from tltlab.records import Json, frozen
 from tltlab.sim.study.reduce import granted_text
 from tltlab.sim.study.study import PLAYED, SIMULATED, Cell, Study
 from tltlab.stats import kendall_tau, mean_of_few, non_overlapping_pairs
+from tltlab.strategy import drafters_of
 from tltlab.traces import metrics
 from tltlab.traces.trace import read
 
@@ -100,7 +101,7 @@ class Session(RecordedRun):
         rows = []
         seconds = metrics.rollout_s(self.trace)
         for rl_step, force in self.forces.items():
-            drafters = sorted({s.drafter for s in force.policy.strategies if s.speculates})
+            drafters = drafters_of(force.policy.strategies)
             known = self.known.get(force.name)
             row = {
                 "policy": force.name, "backend": PLAYED, "rl_step": rl_step, "seed": self.rounds[rl_step],
@@ -134,7 +135,7 @@ class Session(RecordedRun):
     def _acceptance(self, rl_steps: Collection[int], force: ActivePolicy) -> Acceptance | None:
         fitted = self.accepted(self.of(rl_steps))
         known = set() if fitted is None else set(fitted.bands[0].drafters_by_depth)
-        if missing := sorted({s.drafter for s in force.policy.strategies if s.speculates} - known):
+        if missing := sorted({*drafters_of(force.policy.strategies)} - known):
             raise ConfigError(
                 f"policy {force.name} drafts with {' and '.join(missing)}, which the other rollouts do not use: "
                 "more --repeats"

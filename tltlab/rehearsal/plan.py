@@ -19,7 +19,7 @@ from tltlab.policies.specs import FixedSpec
 from tltlab.records import Json
 from tltlab.runtime.rollout.played import STOCK, RehearsalPlan
 from tltlab.sim.verification.played import listed_policies
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.strategy import NO_SPECULATION, Strategy, drafters_of
 from tltlab.traces.metrics import num_workers
 from tltlab.traces.trace import Trace
 
@@ -51,7 +51,7 @@ def plan_of(trace: Trace, model: str, config: RehearsalConfig) -> RehearsalPlan:
     stock = {STOCK: Policy(selector=FixedSpec(strategy=NO_SPECULATION))} if STOCK in names else {}
     shape, described = shape_of(model)
     lengths, prompt_tokens, about = shares(trace, config)
-    used = sorted({s.drafter for policy in ours.values() for s in policy.strategies if s.speculates})
+    used = drafters_of(s for policy in ours.values() for s in policy.strategies)
     drafters = Drafters({name: spec for policy in ours.values() for name, spec in policy.drafters.items()})
     granted = acceptance_by_drafter(config.acceptance, used, drafters)
     rates = {name: rates_of(name, policy, granted) for name, policy in ours.items()}

@@ -22,7 +22,6 @@ from tltlab.costs.profiles import find_gpu, find_model, profile_costs
 from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import write_json
-from tltlab.policies.policy import Policy
 from tltlab.records import Json, frozen
 from tltlab.runtime.engine.environment import gpus, hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest
@@ -32,6 +31,7 @@ from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.study import Cell
 from tltlab.sim.verification.played import Agreement, judge
 from tltlab.stats import Interval, finite, interval_json, paired_ratio
+from tltlab.strategy import drafters_of
 from tltlab.traces.metrics import mean_accept_length, running_requests, tail_window
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
@@ -97,7 +97,9 @@ def judged(plan: RehearsalPlan, out: Path) -> Rehearsal:
     """
     _record(plan, out)
     granted = {
-        name: PerDrafter(dict.fromkeys(_drafters(policy), ChainAcceptance(kept=plan.rates[name])), None, plan.granted)
+        name: PerDrafter(
+            dict.fromkeys(drafters_of(policy.strategies), ChainAcceptance(kept=plan.rates[name])), None, plan.granted
+        )
         for name, policy in plan.policies.items()
         if plan.rates[name]
     }
@@ -151,10 +153,6 @@ def _shown(part: Trace, stock: bool) -> Json:
         row["graphs"] = _shares(iterations["graph"].dropna())
         row["kv_tokens"] = iterations["kv_tokens"].max()
     return row
-
-
-def _drafters(policy: Policy) -> list[str]:
-    return sorted({s.drafter for s in policy.strategies if s.speculates})
 
 
 def _record(plan: RehearsalPlan, out: Path) -> None:
