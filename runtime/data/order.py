@@ -10,10 +10,7 @@ from tltlab.errors import ConfigError
 
 
 class DataOrder:
-    """Takes prompts by number, epoch by epoch; each epoch is a seeded permutation of all `num_prompts`.
-
-    With a constant batch and nothing excluded it takes the prompts of `prompt_batch`.
-    """
+    """Takes prompts by number, epoch by epoch; each epoch is a seeded permutation of all `num_prompts`."""
 
     def __init__(self, num_prompts: int, seed: int) -> None:
         self.num_prompts = num_prompts
@@ -107,16 +104,6 @@ class DataOrder:
         # Earlier versions wrote none.
         self._again = list(state.get("again", ()))
         self._order += self._again
-
-
-def prompt_batch(num_prompts: int, rl_step: int, size: int, seed: int) -> list[tuple[int, int]]:
-    """Return (epoch, prompt number) of each prompt of an RL step: a function of its arguments alone.
-
-    An epoch is a seeded permutation cut into batches of `size`; prompts that do not fill a batch wait for another
-    epoch. With fewer prompts than `size` each epoch is one smaller batch.
-    """
-    epoch, slot = divmod(rl_step, max(num_prompts // size, 1))
-    return [(epoch, number) for number in _epoch_order(num_prompts, epoch, seed)[slot * size : (slot + 1) * size]]
 
 
 def _epoch_order(num_prompts: int, epoch: int, seed: int) -> list[int]:

@@ -32,11 +32,6 @@ class Prompt:
     token_ids: list[int]
 
 
-def load_prompts(source: str, config: DataConfig, tokenizer: Any, *, split: str | None = None) -> list[Prompt]:
-    """Return the prompts of `read_prompts`."""
-    return read_prompts(source, config, tokenizer, split=split)[0]
-
-
 def read_prompts(
     source: str, config: DataConfig, tokenizer: Any, *, split: str | None = None, room: int | None = None
 ) -> tuple[list[Prompt], int]:

@@ -14,7 +14,7 @@ from tltlab.files import read_json, write_file
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.records import frozen
-from tltlab.runtime.data.prompts import Prompt, load_prompts
+from tltlab.runtime.data.prompts import Prompt, read_prompts
 from tltlab.runtime.drafter.offline.data import PromptedText, load_target
 from tltlab.runtime.drafter.offline.warm_up import train_drafter
 from tltlab.runtime.recipe.drafter import DrafterConfig, LossConfig, OptimConfig, TextConfig, WarmUpConfig
@@ -64,7 +64,8 @@ def prompts_of(model: Path, split: str, count: int) -> list[Prompt]:
     source = model / f"{split}.jsonl"
     if not source.is_file():
         raise ConfigError(f"{source} is missing: the benchmark needs a folder of `tltlab make-model`")
-    return load_prompts(str(source), DataConfig(train=str(source)), AutoTokenizer.from_pretrained(model))[:count]
+    prompts, _ = read_prompts(str(source), DataConfig(train=str(source)), AutoTokenizer.from_pretrained(model))
+    return prompts[:count]
 
 
 def sample_texts(target: Any, prompts: Sequence[Prompt], *, max_tokens: int, seed: int) -> list[PromptedText]:

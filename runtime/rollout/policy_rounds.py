@@ -19,8 +19,8 @@ from tltlab.files import read_json, sealed, write_json
 from tltlab.policies.policy import EXPLORE, Policy
 from tltlab.policies.specs import ExploreSpec
 from tltlab.records import frozen
-from tltlab.runtime.data.order import prompt_batch
-from tltlab.runtime.data.prompts import Prompt, load_prompts
+from tltlab.runtime.data.order import DataOrder
+from tltlab.runtime.data.prompts import Prompt, read_prompts
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.environment import run_json
@@ -133,7 +133,11 @@ def roll_out(
     specs, exploring = all_drafters(source, policies), explore_all(policies)
     chosen = {EXPLORE: exploring, **policies}
     recipe = _engines_alone(source.recipe, deepest(source, policies), seed)
-    prompts = load_prompts(recipe.data.train, recipe.data, load_tokenizer(recipe.model))
+    prompts, _ = read_prompts(recipe.data.train, recipe.data, load_tokenizer(recipe.model))
+    order = DataOrder(len(prompts), source.recipe.seed)
+    batches = [order.take(recipe.rollout.prompts_per_step) for _ in range(source.num_rl_steps + rounds)]
+    # Those that follow the run's own.
+    batches = batches[source.num_rl_steps :]
     events = RunEvents(out / "events.jsonl")
     events.watch = report
     report(f"starting {recipe.rollout.num_workers} engines on {recipe.model}")
@@ -153,11 +157,11 @@ def roll_out(
         write_json(out / "run.json", run_json(recipe))
         # An uncounted rollout, so that one-time work of engines is done.
         pool.set_policy(exploring, 0)
-        pool.rehearse(pool.share(_requests(source, prompts, 0, 0)[0]), 0)
+        pool.rehearse(pool.share(_requests(recipe, prompts, batches[0], 0)[0]), 0)
         for visit in visits(list(chosen), rounds, seed):
             rl_step = events.rl_step = visit.rl_step
             pool.set_policy(chosen[visit.policy], rl_step)
-            requests, epochs = _requests(source, prompts, visit.round, rl_step)
+            requests, epochs = _requests(recipe, prompts, batches[visit.round], rl_step)
             shares = pool.share(requests)
             parts = pool.rehearse(shares, rl_step)
             # The engines' state is restored, so the repeated rollout is the same.
@@ -171,11 +175,10 @@ def roll_out(
 
 
 def _requests(
-    run: RunToVerify, prompts: Sequence[Prompt], number: int, rl_step: int
+    recipe: Recipe, prompts: Sequence[Prompt], batch: Sequence[tuple[int, int]], rl_step: int
 ) -> tuple[list[GenerationRequest], dict[Key, int]]:
-    """Return the prompts that follow the run's own, round by round, and the epochs of the responses by key."""
-    rollout, requests, epochs = run.recipe.rollout, list[GenerationRequest](), dict[Key, int]()
-    batch = prompt_batch(len(prompts), run.num_rl_steps + number, rollout.prompts_per_step, run.recipe.seed)
+    """Return the requests of a batch of (epoch, prompt number), and the epochs of the responses by key."""
+    rollout, requests, epochs = recipe.rollout, list[GenerationRequest](), dict[Key, int]()
     for epoch, at in batch:
         group = requests_of(prompts[at], rl_step, rollout.group_size, rollout.max_response_tokens)
         requests += group

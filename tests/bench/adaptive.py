@@ -6,6 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from bench.models import folder_or_temporary, made_model
 from tltlab.coordination.schedule import Kind
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json, write_json
-from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.drafter.offline.runs import (
     AcceptedDrafts,
     annotated_drafts,
@@ -221,8 +221,8 @@ class PairedRun(GrpoRun):
     def step(self) -> StepReport:
         rl_step = self.rl_step
         if rl_step % 2:
-            rollout, recipe = self.recipe.rollout, self.recipe
-            picked = prompt_batch(len(self.data.train), rl_step, rollout.prompts_per_step, recipe.seed)
+            rollout = self.recipe.rollout
+            picked = deepcopy(self.data.order).take(rollout.prompts_per_step)
             groups = [
                 requests_of(self.data.train[n], rl_step, rollout.group_size, rollout.max_response_tokens)
                 for _, n in picked

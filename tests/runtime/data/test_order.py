@@ -8,27 +8,25 @@ from hypothesis import strategies as st
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.data.order import DataOrder, prompt_batch
+from tltlab.runtime.data.order import DataOrder
 
 SIZES = st.integers(1, 12)
 # What one call asks for: how many, and which prompts not.
 TAKES = st.lists(st.tuples(st.integers(0, 14), st.frozensets(st.integers(0, 12), max_size=8)), max_size=20)
 
 
+def batches(num_prompts, size, seed, num):
+    order = DataOrder(num_prompts, seed)
+    return [order.take(size) for _ in range(num)]
+
+
 def test_an_epoch_shows_every_prompt_once():
-    epoch = [prompt_batch(12, step, 4, seed=5) for step in range(3)]
+    *epoch, later = batches(12, 4, 5, 4)
     assert sorted(number for batch in epoch for _, number in batch) == list(range(12))
     assert {e for batch in epoch for e, _ in batch} == {0}
-    assert prompt_batch(12, 3, 4, seed=5)[0][0] == 1
-    assert prompt_batch(12, 1, 4, seed=5) == epoch[1]
-    assert prompt_batch(12, 1, 4, seed=6) != epoch[1]
-
-
-@given(num_prompts=SIZES, size=SIZES, seed=st.integers(0, 5))
-def test_batches_are_a_function_of_the_step(num_prompts, size, seed):
-    order = DataOrder(num_prompts, seed)
-    for rl_step in range(8):
-        assert order.take(size) == prompt_batch(num_prompts, rl_step, size, seed)
+    assert later[0][0] == 1
+    assert batches(12, 4, 5, 4) == [*epoch, later]
+    assert batches(12, 4, 6, 4) != [*epoch, later]
 
 
 @given(num_prompts=SIZES, takes=TAKES)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.data.prompts import load_prompts, read_prompts
+from tltlab.runtime.data.prompts import read_prompts
 from tltlab.runtime.recipe.sections import DataConfig
 
 ROWS = [{"prompt": "a bb", "answer": "1"}, {"prompt": "ccc", "answer": "2"}]
@@ -57,7 +57,7 @@ def stored(folder, kind, rows):
 
 def loaded(path, rows, tokenizer=None, **config):
     """Prompts of a JSONL file of `rows`."""
-    return load_prompts(stored(path, "jsonl", rows), DataConfig(train="x", **config), tokenizer or Words())
+    return read_prompts(stored(path, "jsonl", rows), DataConfig(train="x", **config), tokenizer or Words())[0]
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def cached_here(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv", "json", "saved", "splits", "folder"])
 def test_prompts_come_from_files_and_from_folders(tmp_path, kind):
-    prompts = load_prompts(stored(tmp_path, kind, ROWS), DataConfig(train="x"), Words())
+    prompts, _ = read_prompts(stored(tmp_path, kind, ROWS), DataConfig(train="x"), Words())
     assert [(p.prompt_id, p.text, p.answer, p.token_ids) for p in prompts] == [
         ("0", "a bb", "1", [1, 2]),
         ("1", "ccc", "2", [3]),
@@ -85,17 +85,17 @@ def test_a_split_is_one_of_a_folders(tmp_path):
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
     config = DataConfig(train="x")
     for folder in (str(tmp_path / "files"), str(tmp_path / "saved")):
-        assert [p.answer for p in load_prompts(folder, config, Words())] == ["1"]
-        assert [p.answer for p in load_prompts(folder, config, Words(), split="test")] == ["2"]
+        assert [p.answer for p in read_prompts(folder, config, Words())[0]] == ["1"]
+        assert [p.answer for p in read_prompts(folder, config, Words(), split="test")[0]] == ["2"]
         with refused(ConfigError, naming=("train",)):
-            load_prompts(folder, config, Words(), split="validation")
+            read_prompts(folder, config, Words(), split="validation")
 
 
 def test_a_dataset_that_cannot_be_fetched_is_named(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with refused(ConfigError, naming=("nobody/nothing", "HF_HUB_OFFLINE")):
-        load_prompts("nobody/nothing", DataConfig(train="x", subset="main"), Words())
+        read_prompts("nobody/nothing", DataConfig(train="x", subset="main"), Words())
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
@@ -103,12 +103,12 @@ def test_a_dotted_column_is_a_structs_field(tmp_path, kind):
     rows = [{"extra": {"q": {"text": "a bb"}}, "reward_model": {"ground_truth": 7, "style": "rule"}}]
     source = stored(tmp_path, kind, rows)
     names = {"prompt_column": "extra.q.text", "answer_column": "reward_model.ground_truth"}
-    (prompt,) = load_prompts(source, DataConfig(train="x", **names), Words())
+    ((prompt,), _) = read_prompts(source, DataConfig(train="x", **names), Words())
     assert (prompt.text, prompt.answer) == ("a bb", "7")
     assert loaded(tmp_path, [{"prompt": "a", "a.b": "1"}], answer_column="a.b")[0].answer == "1", "or a name with a dot"
     with refused(ConfigError, naming=("reward_model", "ground_truth")):
         missing = names | {"answer_column": "reward_model.truth"}
-        load_prompts(stored(tmp_path, "jsonl", rows), DataConfig(train="x", **missing), Words())
+        read_prompts(stored(tmp_path, "jsonl", rows), DataConfig(train="x", **missing), Words())
 
 
 @pytest.mark.parametrize(
@@ -143,12 +143,12 @@ def test_a_list_of_messages_is_a_chat(tmp_path, chat_tokenizer, kind):
     said = [("system", "be kind"), ("user", "hello"), ("assistant", "bb"), ("user", "a")]
     rows = [{"prompt": [{"role": role, "content": content} for role, content in said], "answer": "1"}]
     source = stored(tmp_path, kind, rows)
-    (prompt,) = load_prompts(source, DataConfig(train="x", chat=True, system="unused"), chat_tokenizer)
+    ((prompt,), _) = read_prompts(source, DataConfig(train="x", chat=True, system="unused"), chat_tokenizer)
     whole = "system : be kind ; user : hello ; assistant : bb ; user : a ; assistant :"
     assert chat_tokenizer.decode(prompt.token_ids) == whole
     assert prompt.text == "a"
     with refused(ConfigError, naming=("data.chat",)):
-        load_prompts(source, DataConfig(train="x"), chat_tokenizer)
+        read_prompts(source, DataConfig(train="x"), chat_tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_what_is_no_text_is_refused(tmp_path, column, value):
 def test_bytes_are_no_text(tmp_path):
     for column in ("prompt", "answer"):
         with refused(ConfigError, naming=("row 0", column, "bytes")):
-            load_prompts(stored(tmp_path, "parquet", [ROWS[0] | {column: b"\xff"}]), DataConfig(train="x"), Words())
+            read_prompts(stored(tmp_path, "parquet", [ROWS[0] | {column: b"\xff"}]), DataConfig(train="x"), Words())
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_prompt_without_room_for_response_is_refused(tmp_path):
 def test_a_broken_data_file_is_refused(tmp_path, text, facts):
     (tmp_path / "data.jsonl").write_text(text)
     with refused(ConfigError, naming=facts):
-        load_prompts(str(tmp_path / "data.jsonl"), DataConfig(train="x"), Words())
+        read_prompts(str(tmp_path / "data.jsonl"), DataConfig(train="x"), Words())
 
 
 @pytest.mark.parametrize("name", ["bad.jsonl", "bad.parquet", "none.jsonl", "none.parquet", "none.csv"])
@@ -255,4 +255,4 @@ def test_an_unreadable_file_is_named(tmp_path, name):
     for suffix in ("jsonl", "parquet"):
         (tmp_path / f"bad.{suffix}").write_bytes(b"\xff\xfe\x00 no text")
     with refused(ConfigError, naming=(name,)):
-        load_prompts(str(tmp_path / name), DataConfig(train="x"), Words())
+        read_prompts(str(tmp_path / name), DataConfig(train="x"), Words())

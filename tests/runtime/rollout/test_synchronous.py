@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.runtime.data.order import prompt_batch
+from tltlab.runtime.data.order import DataOrder
 
 from .scripted_engines import ScriptedEngines, resumed, ways
 
@@ -20,10 +20,10 @@ def even(name):
 
 def test_an_rl_step_is_whole_groups_in_order():
     engines = ScriptedEngines(2, lambda prompt, sample: 3 + sample)
-    rollouts = ways({"prompts_per_step": 4, "group_size": 2}, 10)
+    rollouts, order = ways({"prompts_per_step": 4, "group_size": 2}, 10), DataOrder(10, seed=0)
     for rl_step in range(4):
         got = rollouts.collect(engines.tools(rl_step, by_sample))
-        picked = prompt_batch(10, rl_step, 4, seed=0)
+        picked = order.take(4)
         assert [t.prompt.prompt_id for t in got.trajectories] == [f"p{n}" for _, n in picked for _ in range(2)]
         assert got.groups == [0, 0, 1, 1, 2, 2, 3, 3]
         assert [len(share) for share in got.requests] == [4, 4]
