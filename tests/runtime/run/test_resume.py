@@ -163,7 +163,7 @@ def test_a_resumed_run_equals_the_unbroken_one(fixed, tmp_path):
     assert json.loads((run / "checkpoints" / "step-000002" / "state.json").read_text())["history"]
     state = run / "checkpoints" / newest / "state.json"
     state.write_text(state.read_text()[:-20])
-    (run / "checkpoints" / ".step-000003.partial").mkdir()
+    (run / "checkpoints" / ".step-000003.tltlab-left").mkdir()
     check_finished(resumed(run), fixed)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert any(f"{newest} is passed over" in event["event"] for event in events)
