@@ -177,16 +177,10 @@ def what_if_text(answer: WhatIf) -> str:
     """The answer for people, words first."""
     num_of = len(answer.trace.rl_steps)
     simulated = sample_text([len(answer.scenario.steps)], num_of, sampled=answer.is_sampled)
-    used = ", ".join(column if column == name else f"{column} ({name})" for name, column in answer.source.used.items())
     evidence = [] if answer.evidence == answer.setting else [answer.evidence.partition(";")[0]]
-    responses = f"{answer.trace.num_rows('outcomes')} responses of {num_of} RL steps"
-    responses += f", {simulated}" if len(answer.scenario.steps) < num_of else ""
     lists = {
         "assumed": [", ".join(filter(None, each.values())) for each in answer.assumed],
-        "read": [
-            used or f"trace {answer.trace.manifest.name or ''}".rstrip(),
-            responses,
-        ],
+        "read": [*answer.source.read, *([simulated] if len(answer.scenario.steps) < num_of else [])],
         "ignored": [", ".join(answer.source.ignored)] if answer.source.ignored else [],
         "on": [", ".join([f"{answer.setting}: {answer.scenario.workers} workers", *evidence])],
         "tables": [

@@ -18,7 +18,7 @@ import pandas as pd
 
 from tltlab.acceptance.base import ConstantAcceptance
 from tltlab.arrays import Flags, Floats, Ints
-from tltlab.console import table_text
+from tltlab.console import table_text, verdict_text
 from tltlab.costs.linear import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
@@ -64,21 +64,19 @@ class Decisions:
 
     def json(self) -> dict[str, Any]:
         """The keys of `tltlab verify --decisions --json`."""
-        return {
-            "num_decisions": int(self.rows["decisions"].sum()),
-            "same": self.share("same"),
-            "states": {name: self.share(name) for name in (*STATE, "strategy")},
-            "steps": self.rows.to_dict("records"),
-        }
+        num, states = int(self.rows["decisions"].sum()), {name: self.share(name) for name in (*STATE, "strategy")}
+        verdict = "The run made no decision."
+        if num:
+            equal = ", ".join(f"{name} {share:.1%}" for name, share in states.items())
+            verdict = f"{self.share('same'):.2%} of {num:,} decisions made again.\nStates they were made in: {equal}."
+        steps = self.rows.to_dict("records")
+        return {"verdict": verdict, "num_decisions": num, "same": self.share("same"), "states": states, "steps": steps}
 
-    def text(self) -> str:
-        """The table for people."""
+    def text(self, lists: Mapping[str, Sequence[str]] = {}) -> str:
+        """The same for people."""
         shares = "; ".join(f"{name}: {{{name}:.1%}}" for name in ("same", *STATE, "strategy"))
-        figures = self.json()
-        num = figures["num_decisions"]
-        same = f"{figures['same']:.2%} of {num:,} decisions made again" if num else "no decision"
         columns = f"step: {{rl_step}}; policy: {{policy}}; decisions: {{decisions}}; {shares}"
-        return f"{table_text(self.rows, columns)}\n\n{same}"
+        return f"{verdict_text(self.json()['verdict'], lists)}\n\n{table_text(self.rows, columns)}"
 
 
 def replay_decisions(

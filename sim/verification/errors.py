@@ -1,12 +1,13 @@
 """Errors of predictions, as every verification has them, and their table for people."""
 
 import json
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import ClassVar
 
 import pandas as pd
 
-from tltlab.console import table_text
+from tltlab.console import table_text, verdict_text
 from tltlab.records import Json, frozen
 
 
@@ -16,11 +17,12 @@ class Errors:
 
     Where rollouts were done twice, `repeat_bias` is the median of repeat / rollout - 1 and `repeat_spread` the median
     distance from that: what all second runs have in common is no noise. None where none was. `columns` and `sentences`
-    are templates for people.
+    are templates for people, `advice` what to do where the goal is missed, and where it is met.
     """
 
     columns: ClassVar[str]
     sentences: ClassVar[tuple[str, ...]] = ()
+    advice: ClassVar[tuple[str, str]]
 
     rows: pd.DataFrame
     repeat_spread: float | None = None
@@ -39,11 +41,6 @@ class Errors:
         """Bound of the median error: 5 %, or the machine's own variation."""
         return max(0.05, self.repeat_spread or 0.0)
 
-    @property
-    def verdict(self) -> Json:
-        """The goal, and True if the errors are within it."""
-        return {"goal": self.goal, "met": self.median_error <= self.goal}
-
     def json(self) -> Json:
         """The rows and their errors as JSON types."""
         return {
@@ -54,20 +51,25 @@ class Errors:
         }
 
     @property
-    def in_words(self) -> str:
-        """The errors, the machine's variation and the goal, for a line of text."""
-        twice = "no rollout was run twice"
+    def number(self) -> str:
+        """The errors beside their goal, in a sentence."""
+        met = "met" if self.median_error <= self.goal else "missed"
+        errors = f"{self.median_error:.1%} off in the median, {self.worst_error:.1%} at worst"
+        return f"Predicted times are {errors}; the goal of {self.goal:.1%} is {met}."
+
+    def judged(self, figures: Mapping[str, Any]) -> dict[str, Any]:
+        """Return figures with the goal, whether it is met, and the `verdict`: the errors, why, and what to do next."""
+        met, twice = self.median_error <= self.goal, "no rollout was run twice"
         if self.repeat_spread is not None:
             twice = f"a second run of a rollout takes {self.repeat_bias:+.1%}, give or take {self.repeat_spread:.1%}"
-        errors = f"median error {self.median_error:.1%}, worst {self.worst_error:.1%}"
-        met = "met" if self.median_error <= self.goal else "MISSED"
-        return f"{errors}; {twice}; goal {self.goal:.1%}: {met}"
-
-    def text(self) -> str:
-        """The table for people, and a line for each of `sentences` whose figures are known."""
-        lines, figures = [table_text(self.rows, self.columns), "", self.in_words], self.json()
+        why = [twice]
         for sentence in self.sentences:
             # The format of a number refuses None.
             with suppress(TypeError):
-                lines.append(sentence.format_map(figures))
-        return "\n".join(lines)
+                why.append(sentence.format_map(figures))
+        verdict = f"{self.number}\nWhy: {'; '.join(why)}.\nNext: {self.advice[met]}"
+        return {"goal": self.goal, "met": met, "verdict": verdict, **figures}
+
+    def text(self, lists: Mapping[str, Sequence[str]] = {}) -> str:
+        """The verdict for people, what it was made of, and the table."""
+        return f"{verdict_text(self.json()['verdict'], lists)}\n\n{table_text(self.rows, self.columns)}"

@@ -12,7 +12,7 @@ import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -159,10 +159,10 @@ class Agreement(Errors):
         "policy: {policy}; measured s: {measured_s:.2f}; 95 %: [{low:.2f}, {high:.2f}]; "
         "predicted s: {predicted_s:.2f}; error: {error:+.1%}; at the round's speed: {error_at_speed:+.1%}"
     )
-    sentences = (
-        "order of the {num_pairs} pairs whose intervals do not overlap: Kendall tau {kendall_tau:.2f}",
-        "{num_rounds} rounds, {num_pairs} pairs whose intervals do not overlap: more --repeats, or policies further "
-        "apart, show more of the order",
+    sentences = ("order of the {num_pairs} pairs whose intervals do not overlap: Kendall tau {kendall_tau:.2f}",)
+    advice = (
+        "more --repeats, or policies further apart, show more of the order",
+        "TLTLAB_POLICY=NAME python train.py, with the fastest of these",
     )
 
     rollouts: pd.DataFrame
@@ -207,21 +207,21 @@ class Agreement(Errors):
         """The keys of `tltlab verify RUN --policies ... --json`."""
         at_speed = self.rows["error_at_speed"].abs()
         names = ("median_error", "worst_error", "repeat_spread", "repeat_bias", "num_pairs", "kendall_tau")
-        return {
+        return self.judged({
             "policies": json_rows(self.rows),
             **{name: getattr(self, name) for name in names},
             "median_error_at_speed": float(at_speed.median()),
             "worst_error_at_speed": float(at_speed.max()),
             "median_rollout_error": float(self.rollouts["error"].abs().median()),
-            **self.verdict,
             "num_rounds": self.num_rounds,
             "rounds": json_rows(self.rollouts),
             **made_by(),
-        }  # fmt: skip
+        })  # fmt: skip
 
-    def text(self) -> str:
-        """The table for people."""
-        return "\n".join(filter(None, [super().text(), granted_text(self.rows.to_dict("records"), "policy")]))
+    def text(self, lists: Mapping[str, Sequence[str]] = {}) -> str:
+        """The same for people."""
+        granted = filter(None, [granted_text(self.rows.to_dict("records"), "policy")])
+        return super().text({"assumed": [*granted], **lists})
 
 
 def verify_policies(

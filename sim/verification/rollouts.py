@@ -96,9 +96,13 @@ class Verification(Errors):
         "10-90 %: {forecast_low_s:.2f}-{forecast_high_s:.2f}"
     )
     sentences = (
-        "with the machine's speed of each step known: median error {median_error_at_step_time:.1%}",
-        "forecast from earlier steps alone, lengths drawn from theirs: median error {forecast_median_error:.1%}; "
+        "with the machine's speed of each step known {median_error_at_step_time:.1%}",
+        "forecast from earlier steps alone, lengths drawn from theirs {forecast_median_error:.1%}, "
         "{forecast_coverage:.0%} within their 10-90 % interval",
+    )
+    advice = (
+        "--decisions shows whether a policy's choices differ; an idle machine and more RL steps make times surer",
+        "tltlab tune RUN --out policy.json",
     )
 
     @property
@@ -118,7 +122,7 @@ class Verification(Errors):
             "repeat_spread": self.repeat_spread,
             "repeat_bias": self.repeat_bias,
         }
-        return super().json() | self.verdict | figures
+        return self.judged(super().json() | figures)
 
 
 def verify(

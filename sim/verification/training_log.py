@@ -238,6 +238,10 @@ class LogVerification(Errors):
         "whole RL steps from earlier ones: mean error {step[mean_error]:.1%}, worst {step[worst_error]:.1%}",
         "the rollout is {rollout_share:.0%} of the RL step",
     )
+    advice = (
+        "--costs PRESET --workers N takes the shape of measured costs; a recording, which has iterations, is surer",
+        "tltlab what-if LOG",
+    )
 
     whole: pd.DataFrame
     share: float | None
@@ -253,9 +257,8 @@ class LogVerification(Errors):
         def covered(name: str) -> float:
             return float(rows["measured_s"].between(rows[f"{name}low_s"], rows[f"{name}high_s"]).mean())
 
-        return (
+        return self.judged(
             super().json()
-            | self.verdict
             | {
                 "coverage": covered(""),
                 "forecast_median_error": median_error("forecast_s"),

@@ -9,7 +9,7 @@ import typer
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import emit, progress
 from tltlab.errors import ConfigError
-from tltlab.importers.sources import read
+from tltlab.importers.sources import Imported, read_lengths
 from tltlab.options import ALLOW_CODE_OPTION, check, command, option
 from tltlab.own import code_allowed
 from tltlab.records import frozen
@@ -76,11 +76,13 @@ def verify(
 
     Example: tltlab verify demo --policies none,table,beg-mab,ngram:4@8,demo/policy.json
     """
-    found = _found(run, config, tuple(allow_code or ()))
-    emit(found.json(), found.text())
+    source = None if config.policies else read_lengths(run)
+    found = _found(run, config, source, tuple(allow_code or ()))
+    lists = {} if source is None else {"assumed": source.notes, "read": source.read, "ignored": source.ignored}
+    emit(found.json(), found.text(lists))
 
 
-def _found(run: Path, config: VerifyConfig, allowed: tuple[str, ...]) -> Errors | Decisions:
+def _found(run: Path, config: VerifyConfig, source: Imported | None, allowed: tuple[str, ...]) -> Errors | Decisions:
     if (policies := config.policies) is not None:
         # Only here are engines needed.
         from tltlab.runtime.rollout.policy_rounds import roll_out
@@ -91,7 +93,8 @@ def _found(run: Path, config: VerifyConfig, allowed: tuple[str, ...]) -> Errors 
             return of_policies.verify_policies(
                 named, session, samples=samples, seed=config.seed, out=config.out, jobs=config.jobs
             )
-    trace = read(run)
+    assert source is not None
+    trace = source.trace
     chosen = parse_rl_steps(config.rl_steps, trace.rl_steps)
     with options.counting():
         if config.decisions:

@@ -69,9 +69,17 @@ class Imported:
 
     @classmethod
     def whole(cls, trace: Trace) -> Imported:
-        """A trace that is not made of columns; its notes are those of its manifest."""
-        notes = trace.manifest.notes.split("; ") if trace.manifest.notes else ()
+        """A trace that is not made of columns; its notes are those of its manifest, unless it is a recording."""
+        noted = trace.manifest.notes if trace.manifest.kind != "recorded" else None
+        notes = noted.split("; ") if noted else ()
         return cls(trace=trace, used={}, ignored=(), notes=notes)
+
+    @property
+    def read(self) -> list[str]:
+        """What was read, in words: columns or metrics, with what they are taken for where that is another name."""
+        used = ", ".join(column if column == name else f"{column} ({name})" for name, column in self.used.items())
+        num = f"{self.trace.num_rows('outcomes')} responses of {len(self.trace.rl_steps)} RL steps"
+        return [used or f"trace {self.trace.manifest.name or ''}".rstrip(), num]
 
 
 def imported(
@@ -95,7 +103,8 @@ def imported(
         steps, notes = steps_of(_metrics(path, reading.column), reading.run)
         tables, assumed = tables_of_steps(steps, str(path), reading, notes)
         trace = _trace(path.resolve().name, form, tables, [*notes, *assumed], workers)
-        return Imported.whole(_with_drafting(trace, reading))
+        used = {name: key for step in steps[::-1] for name, key in step.used.items()}
+        return replace(Imported.whole(_with_drafting(trace, reading)), used=used)
     needs = FORMATS["needs"].get(form, ()) if is_given or form in ("verl", "trl") else ()
     reader = Reader(replace(reading, needs=tuple(needs)))
     frames = []

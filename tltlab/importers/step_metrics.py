@@ -168,6 +168,16 @@ class StepMetrics:
             return self._of_sequence(name)
         return sum(values) if name in STAGES else values[0]
 
+    @property
+    def used(self) -> dict[str, str]:
+        """The metric that each field is read from."""
+        found: dict[str, str] = {}
+        for key in self.values:
+            names = [name for name, keys in self.framework.fields.items() if key in "|".join(keys).split("|")]
+            names += [name for name, pattern in _ANY.items() if pattern.search(key)]
+            found |= {name: key for name in names[:1] if name not in found}
+        return found
+
     def _first(self, keys: str) -> float | None:
         """The value of the first of some keys, alternatives with a bar between."""
         return next((self.values[key] for key in keys.split("|") if key in self.values), None)

@@ -204,16 +204,7 @@ def _predictions(verification: Mapping[str, Any], source: str) -> Sequence[Block
     """The blocks that a result of `tltlab verify --json` makes."""
     rows = verification["steps"]
     median, worst = verification.get("median_error"), verification.get("worst_error")
-    spread = verification.get("repeat_spread")
-    twice = (
-        "No rollout was run twice, so what the machine itself varies by is not known."
-        if spread is None
-        else f"The same rollout run twice varies by {spread:.1%}."
-    )
-    text = (
-        f"Rollout time of a step, predicted by simulation from costs and acceptance of other steps: median error "
-        f"{number(median, '.1%')}, worst {number(worst, '.1%')}. {twice}"
-    )
+    errors = f"median error {number(median, '.1%')}, worst {number(worst, '.1%')}"
     policies = [str(row.get("policy") or "run") for row in rows]
     figure = scatter_identity(
         [row.get("measured_s") for row in rows], [row.get("predicted_s") for row in rows],
@@ -228,13 +219,10 @@ def _predictions(verification: Mapping[str, Any], source: str) -> Sequence[Block
         "Step time: recorded iterations over those of the fit, how much slower the machine was. Forecast: from earlier "
         "RL steps alone, which knows neither lengths nor what is accepted."
     )
-    alt = (
-        f"Predicted over measured rollout seconds of {len(rows)} RL steps: median error {number(median, '.1%')}, worst "
-        f"{number(worst, '.1%')}."
-    )
+    alt = f"Predicted over measured rollout seconds of {len(rows)} RL steps: {errors}."
     agreed = f"On the dashed line prediction and measurement agree. {source}"
     return [
-        text,
+        str(verification.get("verdict") or f"Rollout times predicted from other RL steps: {errors}."),
         Picture.of(figure, shape="square", alt=alt, caption=agreed),
         records(rows, columns, caption=caption, summary="Every RL step"),
     ]
