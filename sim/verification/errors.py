@@ -57,7 +57,7 @@ class Errors:
         errors = f"{self.median_error:.1%} off in the median, {self.worst_error:.1%} at worst"
         return f"Predicted times are {errors}; the goal of {self.goal:.1%} is {met}."
 
-    def judged(self, figures: Mapping[str, Any]) -> dict[str, Any]:
+    def judged(self, figures: Json) -> Json:
         """Return figures with the goal, whether it is met, and the `verdict`: the errors, why, and what to do next."""
         met, twice = self.median_error <= self.goal, "no rollout was run twice"
         if self.repeat_spread is not None:
