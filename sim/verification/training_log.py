@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -149,7 +149,7 @@ class LogFit(Errors):
         """Share of the median rollout outside of iterations."""
         return self.costs.outside_s / float(self.rows["measured_s"].median())
 
-    def text(self) -> str:
+    def text(self, lists: Mapping[str, Sequence[str]] = {}) -> str:
         """The same for people; RL steps are in the JSON."""
         terms = ", ".join(f"{name} {value:.4g}" for name, value in self.terms.items())
         drafts = "" if self.accept_length is None else f"; accept length {self.accept_length:.2f}"

@@ -1,21 +1,17 @@
 """`tltlab doctor`: known failure signatures in a run."""
 
-import shutil
-import textwrap
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from tltlab.console import emit
+from tltlab.console import emit, verdict_text
 from tltlab.doctor.evidence import RunEvidence
-from tltlab.doctor.signatures import Diagnosis, examine
+from tltlab.doctor.signatures import Diagnosis, Finding, examine
 from tltlab.errors import ConfigError
 from tltlab.traces.schema import is_trace
 from tltlab.traces.trace import locate
-
-WIDTH = 120  # letters of the longest line
 
 
 def doctor(
@@ -35,15 +31,16 @@ def doctor(
         others = f"; there are {', '.join(path.name for path in runs[1:9])} too" if runs[1:] else ""
         raise ConfigError(f"{run} holds runs and is none: name one, as in tltlab doctor {runs[0]}{others}")
     diagnosis = examine(RunEvidence.of(run))
-    result = {
+    result: dict[str, Any] = {
         "run": str(run),
         "simulated": diagnosis.simulated,
         "findings": [asdict(finding) for finding in diagnosis.findings],
         "fine": [{"name": check.name, "good": check.good} for check in diagnosis.good],
         "not_checked": [{"name": name, "why": why} for name, why in diagnosis.not_checked],
-        "ok": not diagnosis.headline,
+        "ok": not diagnosis.headline(),
+        "verdict": _verdict(run, diagnosis),
     }
-    emit(result, "\n".join(_lines(run, diagnosis)))
+    emit(result, verdict_text(result["verdict"], _lists(run, diagnosis)))
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -57,24 +54,28 @@ def _is_run(folder: Path) -> bool:
     return is_trace(locate(folder)) or (folder / "run.json").is_file()
 
 
-def _lines(run: Path, diagnosis: Diagnosis) -> list[str]:
-    lines = [f"{run}{' (simulated: its figures are predictions)' if diagnosis.simulated else ''}", ""]
-    for finding in diagnosis.findings:
-        place = f"  [{finding.where}]" if finding.where else ""
-        lines += _wrapped("PROBLEM" if finding.severity == "problem" else "hint", finding.title + place)
-        lines += [*_wrapped("", finding.evidence), *_wrapped("  ->", finding.advice), ""]
+def _verdict(run: Path, diagnosis: Diagnosis) -> str:
+    """Return the first finding, its evidence, and what to do."""
     if not diagnosis.findings:
-        lines += ["No problem found.", ""]
-    if diagnosis.good:
-        lines += _wrapped("fine", "; ".join(check.good for check in diagnosis.good))
+        num, fine = len(diagnosis.good) + len(diagnosis.not_checked), len(diagnosis.good)
+        return f"No problem found in {run}.\nWhy: {fine} of {num} checks found nothing, the others lack data."
+    first = diagnosis.findings[0]
+    return f"{_titled(first)}\nWhy: {first.evidence}\nNext: {first.advice}"
+
+
+def _titled(finding: Finding) -> str:
+    place = f"  [{finding.where}]" if finding.where else ""
+    return f"{'PROBLEM' if finding.severity == 'problem' else 'hint'}: {finding.title}{place}"
+
+
+def _lists(run: Path, diagnosis: Diagnosis) -> dict[str, list[str]]:
+    """Return the other findings and what was looked at."""
     names_of: dict[str, list[str]] = {}
     for name, why in diagnosis.not_checked:
         names_of.setdefault(why, []).append(name)
-    for why, names in names_of.items():
-        lines += _wrapped("not checked", f"{', '.join(names)}: {why}")
-    return lines
-
-
-def _wrapped(label: str, text: str) -> list[str]:
-    width = max(60, min(shutil.get_terminal_size((WIDTH, 1)).columns, WIDTH))
-    return textwrap.wrap(text, width, initial_indent=f"{label:13s}", subsequent_indent=" " * 13)
+    return {
+        "found": [f"{_titled(finding)}: {finding.evidence} {finding.advice}" for finding in diagnosis.findings[1:]],
+        "read": [f"{run}{', simulated: its figures are predictions' if diagnosis.simulated else ''}"],
+        "fine": ["; ".join(check.good for check in diagnosis.good)] if diagnosis.good else [],
+        "not checked": [f"{', '.join(names)}: {why}" for why, names in names_of.items()],
+    }

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tltlab.console import emit
-from tltlab.importers.sources import read
+from tltlab.importers.sources import read_lengths
 from tltlab.options import ALLOW_CODE_OPTION, command, option
 from tltlab.own import code_allowed
 from tltlab.rehearsal.settings import RehearsalConfig
@@ -36,7 +36,9 @@ def rehearse(
     from tltlab.rehearsal.run import rehearse as play
 
     with code_allowed(allow_code or ()):
-        plan = plan_of(read(trace), model, config)
+        source = read_lengths(trace)
+        plan = plan_of(source.trace, model, config)
         play(plan, out, minutes=minutes)
         result = judged(plan, out)
-    emit(result.json() | {"out": str(out)}, f"{result.text()}\n\nwritten to {out}")
+    lists = {"read": source.read, "ignored": source.ignored, "wrote": [str(out)]}
+    emit(result.json() | {"out": str(out)}, result.text(lists))

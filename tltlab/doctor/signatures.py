@@ -77,6 +77,10 @@ class Finding:
     where: str | None = None
     code: str = ""
 
+    def __str__(self) -> str:
+        where = f" ({self.where})" if self.where else ""
+        return f"{self.title}{where}. {self.evidence}"
+
 
 problem, hint = partial(Finding, "problem"), partial(Finding, "hint")
 Findings = Iterator[Finding]
@@ -113,14 +117,17 @@ class Diagnosis:
     not_checked: tuple[tuple[str, str], ...] = ()
     simulated: bool = False
 
-    @property
-    def headline(self) -> str:
-        """The first problem in a sentence; empty where there is none."""
-        first = next((finding for finding in self.findings if finding.severity == "problem"), None)
-        if first is None:
-            return ""
-        where = f" ({first.where})" if first.where else ""
-        return f"PROBLEM: {first.title}{where}. {first.evidence}"
+    def headline(self, *, is_over: bool = False) -> str:
+        """The first problem in a sentence; empty where there is none.
+
+        In a run that `is_over`, whose last RL step is done, failures from which runs recover come last and are called
+        that.
+        """
+        recovered = {signature.code for signature in SIGNATURES if signature.recovers and is_over}
+        problems = [finding for finding in self.findings if finding.severity == "problem"]
+        problems.sort(key=lambda finding: finding.code in recovered)
+        first = problems[:1]
+        return "".join(f"{'recovered' if each.code in recovered else 'PROBLEM'}: {each}" for each in first)
 
 
 def diagnose(run: str | Path | Trace) -> Diagnosis:
@@ -173,6 +180,8 @@ class Signature(NamedTuple):
     patterns: list[str]
     context: str = ""
     severity: Severity = "problem"
+    recovers: bool = False
+    """True for a failure that is over in a run that went on to its end."""
 
 
 SIGNATURES = tuple(Signature(**row) for row in TEXTS["signature"])

@@ -644,7 +644,7 @@ class Reader:
 
     def _reasoning(self, frame: pd.DataFrame, at: int, parts: Sequence[str]) -> list[str]:
         """Texts of a record's reasoning that are not in its response."""
-        texts = []
+        texts: list[str] = []
         for column in matches(frame.columns, "reasoning_text"):
             speech = conversation_texts(parsed(frame[column].iloc[at]))
             text = "" if speech is None or is_missing(frame[column].iloc[at]) else "\n".join(speech.generated)

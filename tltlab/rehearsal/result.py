@@ -3,7 +3,7 @@
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,7 +16,7 @@ import pandas as pd
 from tltlab.acceptance.base import ChainAcceptance
 from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.charts import lines, save_figure
-from tltlab.console import json_rows, made_by, table_text
+from tltlab.console import json_rows, made_by, table_text, verdict_text
 from tltlab.costs.base import CostModel
 from tltlab.costs.profiles import find_gpu, find_model, profile_costs
 from tltlab.drafters.specs import Drafters
@@ -66,11 +66,20 @@ class Rehearsal:
         ends = "" if math.isnan(self.speedup.low) else f" [{self.speedup.low:.2f}, {self.speedup.high:.2f}]"
         return f"{self.best} {self.speedup.estimate:.2f}x{ends} over {over}; {simulated}."
 
-    def json(self) -> Json:
+    @property
+    def verdict(self) -> str:
+        """The measured speed-up, why, and what to do next."""
+        row = self.rows.set_index("policy").loc[self.best]
+        kept: str = "no drafts" if pd.isna(row["accept_length"]) else f"{row['accept_length']:.2f} tokens per draft"
+        is_sure = self.speedup is not None and self.speedup.low > 1
+        then = f"TLTLAB_POLICY={self.best} python train.py" if is_sure else "more --rounds make the range narrower"
+        return f"{self.sentence}\nWhy: {self.best} has {kept}. {self.agreement.number}\nNext: {then}"
+
+    def json(self) -> dict[str, Any]:
         """The keys of `tltlab rehearse --json`."""
         return {
             "policies": json_rows(self.rows),
-            **{name: getattr(self, name) for name in ("about", "best", "over", "sentence")},
+            **{name: getattr(self, name) for name in ("about", "best", "over", "verdict")},
             "num_rounds": int(self.agreement.rollouts["policy"].value_counts().min()),
             "median_error": finite(self.agreement.median_error),
             "speedup": interval_json(self.speedup),
@@ -78,7 +87,7 @@ class Rehearsal:
             **made_by(),
         }
 
-    def text(self) -> str:
+    def text(self, lists: Mapping[str, Sequence[str]] = {}) -> str:
         """The same for people."""
         columns = (
             "policy: {policy}; measured s: {measured_s:.3g}; tail s: {tail_s:.3g}; tokens/s: {tokens_per_s:.0f}; "
@@ -86,8 +95,8 @@ class Rehearsal:
             "shipped: {shipped_error:+.1%}"
         )
         why = [f"{name}: {why}" for name, why in zip(self.rows["policy"], self.rows["why_not"], strict=True) if why]
-        lines = [self.about, "", table_text(self.rows, columns, left=1), *why, ""]
-        return "\n".join([*lines, f"{self.sentence} Predictions: {self.agreement.in_words}."])
+        lists = {"played": [self.about], "assumed": ["lengths and acceptance are forced", *why], **lists}
+        return f"{verdict_text(self.verdict, lists)}\n\n{table_text(self.rows, columns, left=1)}"
 
 
 def judged(plan: RehearsalPlan, out: Path) -> Rehearsal:

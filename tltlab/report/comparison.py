@@ -211,18 +211,10 @@ def _measured(result: Mapping[str, Any], path: Path) -> Page:
     keys = [name for name in values if name not in ends]
     text = {name for name in keys if any(isinstance(row.get(name), str) for row in rows)}
     columns = "; ".join(f"{name.replace('_', ' ')}: {{{name}{'' if name in text else ':.4g'}}}" for name in keys)
-    tau, median, worst = (
-        number(result.get(name), form)
-        for name, form in (("kendall_tau", ".2f"), ("median_error", ".1%"), ("worst_error", ".1%"))
-    )
-    verdict = str(
-        result.get("sentence")
-        or f"Kendall tau of the simulator's order and the machine's: {tau}; median error {median}, worst {worst}."
-    )
     table = records(rows, columns, caption="Result")
-    parts = (Section(title="Result", blocks=(table,)), _origin(result, {"policies", "sentence", "rounds"}))
+    parts = (Section(title="Result", blocks=(table,)), _origin(result, {"policies", "verdict", "rounds"}))
     title = "Does the simulator's winner win on the machine?"
-    return Page(title=title, subtitle=path.name, parts=parts, verdict=verdict)
+    return Page(title=title, subtitle=path.name, parts=parts, verdict=str(result.get("verdict", "")))
 
 
 def _origin(result: Mapping[str, Any], shown_above: set[str]) -> Part:

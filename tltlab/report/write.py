@@ -91,7 +91,7 @@ def run_page(source: Path, *, verify: bool) -> Page:
 def verdict(trace: Trace, diagnosis: Diagnosis | TltlabError) -> str:
     """Summary of a run in a few sentences, its first problem before all; empty where no times are known."""
     idle, tail = metrics.bubble_fraction(trace, idle=True), metrics.tail_fraction(trace)
-    problem = "" if isinstance(diagnosis, TltlabError) else diagnosis.headline
+    problem = "" if isinstance(diagnosis, TltlabError) else diagnosis.headline()
     sentences = [problem] if problem else []
     if idle is not None and tail is not None:
         sentences.append(

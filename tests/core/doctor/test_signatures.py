@@ -344,3 +344,11 @@ def test_undefined_figures_do_not_stop_other_checks():
     told = diagnose(trace_of(SOUND).replace(steps=steps))
     assert "rollout-not-bottleneck" in dict(told.not_checked)
     assert "acceptance-low" in {row.name for row in told.good}
+
+
+def test_a_failure_is_recovered_in_a_run_that_goes_to_its_end():
+    died = happened("the engine lost 3 of 8 responses, the first with key []: EngineDeadError")
+    assert examine(died).headline().startswith("PROBLEM: An engine died")
+    assert examine(died).headline(is_over=True).startswith("recovered: An engine died")
+    never = happened("policy none never drafts with 'learned': it is trained and not used")
+    assert examine(never).headline(is_over=True).startswith("PROBLEM")
