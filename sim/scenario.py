@@ -364,11 +364,12 @@ class Scenario(SimulationConfig):
     ) -> tuple[list[Strategy], list[str]]:
         """Return the chains of these depths and drafters that costs and acceptance cover, and why others are not."""
         covered, why = [], dict[str, list[str]]()
+        largest = max((len(queue) for queues in self.queues for queue in queues), default=1)
         settled = None if self.acceptance is None else self.acceptance.in_state({})
         for strategy in (Strategy.chain(name, depth) for name in drafters for depth in depths):
             if strategy not in self._refusals:
                 try:
-                    Regimes([strategy], self.costs, settled, self.registry).up_to(self._largest_queue)
+                    Regimes([strategy], self.costs, settled, self.registry).up_to(largest)
                     self._refusals[strategy] = ""
                 except ConfigError as error:
                     self._refusals[strategy] = str(error)
@@ -382,10 +383,6 @@ class Scenario(SimulationConfig):
     def _refusals(self) -> dict[Strategy, str]:
         """Why a chain is not covered, "" where it is."""
         return {}
-
-    @property
-    def _largest_queue(self) -> int:
-        return max((len(queue) for queues in self.queues for queue in queues), default=1)
 
     def bounds_of(self, policy: Policy, own: Acceptance | None = None) -> Floats | None:
         """The clairvoyant bounds of each RL step to which a policy's regret is, see `bounding`; worked out once.

@@ -174,8 +174,7 @@ class InputErrors:
 
     def of_tokens(self) -> Effect:
         """The effect of acceptance at most: a rollout gains no more than in proportion to tokens per iteration."""
-        logs = [math.log(end) for ends in self.tokens.values() for end in ends]
-        return min([0.0, *logs]), max([0.0, *logs])
+        return effect(1.0, [end for ends in self.tokens.values() for end in ends])
 
 
 @frozen

@@ -23,6 +23,7 @@ from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy, PolicySource
 from tltlab.records import Json, frozen
 from tltlab.sim.config import SimulationConfig, Source, at_least, decision_interval
+from tltlab.sim.options import Jobs
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import Colocated
 from tltlab.sim.scenario import Scenario, named_policies
@@ -88,7 +89,7 @@ class StudyConfig(SimulationConfig):
         "With stages: GPUs of a rollout worker. [default: the costs' tp, else 1]", min=1
     )
     repeats: int = option("Seeds, each the same for all policies.", 1, min=1)
-    jobs: int | None = option("Processes. [default: the cores here]", 1, min=1)
+    jobs: Jobs = 1
 
     def __post_init__(self) -> None:
         # The fields of the simulations are checked where an axis has one value.

@@ -34,6 +34,7 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableSpec
 from tltlab.records import Json, frozen
 from tltlab.sim.config import SimulationConfig, check_keywords, decision_interval, has_epochs
+from tltlab.sim.options import Jobs
 from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import Scenario, policy_name
 from tltlab.sim.simulate import SimResult, simulated
@@ -426,7 +427,7 @@ class WhatIfConfig(SimulationConfig):
     systems: str | Sequence[str] | None = option(
         f"Systems of the table: all, or of {', '.join(SYSTEMS)}. [default: four of them]"
     )
-    jobs: int | None = option("Processes. [default: the cores here]", 1, min=1)
+    jobs: Jobs = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -681,14 +682,9 @@ class _Question:
             scenario = logged.scenarios.of(rl_steps)
             table = best_table(scenario, scenario.covered_chains([answer.drafter])[0])
             policies = {"none": load_policy("none"), "table": table}
-            base, own = (
-                replace(self, logged=logged)
-                ._times(
-                    Cell(name=name, policy=policy, scenario=scenario, stages=logged.stages)
-                    for name, policy in policies.items()
-                )
-                .values()
-            )
+            of_run = replace(self, logged=logged)
+            times = of_run._times(of_run._cell(name, policy, scenario) for name, policy in policies.items())
+            base, own = times.values()
             ratios[num] = float(base.rollout_s.sum() / own.rollout_s.sum())
             if base.step_s is not None and own.step_s is not None:
                 wholes.append(float(base.step_s.sum() / own.step_s.sum()))
@@ -765,7 +761,14 @@ class _Question:
         bound = bind_all(self.systems, nominal)
         acceptance = replayable(nominal.acceptance, nominal.steps)
         for name, policy in tables.items():
-            row = table_row(name)
+            row = System(
+                name=f"table-{name}",
+                title=f"Best table of {name}",
+                source="tltlab what-if, the table under drafting",
+                algorithm="the exact table of up to four draft depths by batch size for these costs and this "
+                "acceptance",
+                assumptions=("a static split, as VeRL's; the acceptance that the verdict names",),
+            )
             bound.append(
                 BoundSystem(system=row, policy=policy, acceptance=acceptance, spot=None, assumptions=row.assumptions)
             )
@@ -784,14 +787,3 @@ class _Question:
         rows: Any = found.systems.to_dict("records")
         ratios += [ratio for name in ("ratio", "step_ratio") for ratio in intervals_of(rows, name)]
         return small(ratios, found.scenario.evidence(found.best.policy.strategies)["speedup_error"])
-
-
-def table_row(drafter: str) -> System:
-    """Return the row of `systems` that an answer is about."""
-    return System(
-        name=f"table-{drafter}",
-        title=f"Best table of {drafter}",
-        source="tltlab what-if, the table under drafting",
-        algorithm="the exact table of up to four draft depths by batch size for these costs and this acceptance",
-        assumptions=("a static split, as VeRL's; the acceptance that the verdict names",),
-    )

@@ -33,6 +33,7 @@ from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.records import Json, frozen
 from tltlab.sim.config import SimulationConfig, decision_interval
+from tltlab.sim.options import Jobs
 from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import DEPTHS, Scenario, policy_name
 from tltlab.sim.study.band import Band, Effect, Source, at_range_ends, effect, of_steps, with_overhead
@@ -333,7 +334,7 @@ class TuneConfig(SimulationConfig):
     decision_block: int | None = option(
         "Iterations per decision. [default: 1; of long or many responses: cap / 256]", min=1
     )  # type: ignore[assignment]
-    jobs: int | None = option("Processes. [default: the cores here]", 1, min=1)
+    jobs: Jobs = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -353,7 +353,7 @@ class GeometricAcceptance(Distribution):
 
     def distribution(self, strategy: Strategy) -> Floats:
         only_chains(strategy, "geometric acceptance")
-        return from_survival(np.power(self.alpha, np.arange(1, strategy.reach + 1, dtype=np.float64)))
+        return geometric(self.alpha, strategy.reach)
 
 
 class ChainAcceptance(Distribution):
@@ -412,7 +412,7 @@ class LengthsAcceptance(Distribution):
         if strategy.draft_depth > len(self.lengths):
             raise ConfigError(f"accept lengths are given for depths 1 to {len(self.lengths)}, and {strategy} is deeper")
         alpha = self._alphas[strategy.draft_depth - 1]
-        return from_survival(np.power(alpha, np.arange(1, strategy.reach + 1, dtype=np.float64)))
+        return geometric(alpha, strategy.reach)
 
 
 def chain_alpha(accepted: float, depth: int) -> float:
@@ -426,6 +426,11 @@ def chain_alpha(accepted: float, depth: int) -> float:
         middle = 0.5 * (low + high)
         low, high = (middle, high) if sum(middle**i for i in range(1, depth + 1)) < accepted else (low, middle)
     return 0.5 * (low + high)
+
+
+def geometric(alpha: float, depth: int) -> Floats:
+    """P(accepted = j), j = 0..depth, where each token is kept with this chance once those before it were."""
+    return from_survival(np.power(alpha, np.arange(1, depth + 1, dtype=np.float64)))
 
 
 def from_survival(survival: Floats) -> Floats:

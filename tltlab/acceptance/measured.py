@@ -18,7 +18,7 @@ from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
-from .base import Distribution, chain_alpha, from_survival, known_drafter, only_chains
+from .base import Distribution, chain_alpha, from_survival, geometric, known_drafter, only_chains
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -283,5 +283,4 @@ def _fit(rows: pd.DataFrame, depth: int, copied: bool) -> FittedDepth | None:
         return FittedDepth.counted(accepted, depth, drafted)
     mean = float(np.minimum(sample["num_accepted"], sample["batch"] * depth).sum()) / requests
     alpha = chain_alpha(min(mean, depth), depth)
-    p = from_survival(np.power(alpha, np.arange(1, depth + 1, dtype=np.float64)))
-    return FittedDepth(accepted=tuple(p.tolist()), drafted=drafted, num_samples=requests)
+    return FittedDepth(accepted=tuple(geometric(alpha, depth).tolist()), drafted=drafted, num_samples=requests)

@@ -4,7 +4,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,8 +48,6 @@ class NgramDrafter(Drafter):
     ) -> None:
         if not 1 <= min_match <= max_match:
             raise ConfigError(f"ngram: needs 1 <= min_match <= max_match, got {min_match} and {max_match}")
-        if scope not in get_args(Scope):
-            raise ConfigError(f"ngram: scope must be 'group' or 'request', got {scope!r}")
         if history_mib is not None and not 0 < history_mib < math.inf:
             raise ConfigError(f"ngram: history_mib must be above 0 MiB, or none for no bound, got {history_mib}")
         self.min_match = min_match

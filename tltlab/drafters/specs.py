@@ -265,15 +265,15 @@ STANDARD = Drafters()
 
 SYSTEM_DRAFTERS: dict[str, ModelFreeSpec] = {
     # arXiv 2511.16665 section 5: retrieval among the responses of the group. Match lengths are not published.
-    "tlt-base": NgramSpec(scope="group"),
+    "tlt-base": NgramSpec(),
     # arXiv 2511.13841: one tree per problem over its most recent rollouts; windows of 16 to 32 do best there.
-    "das": SuffixSpec(scopes=("problem",), window=16),
+    "das": SuffixSpec(window=16),
     # arXiv 2511.14617: a tree per group, filled as its members generate. Its filter is not published.
     "seer": SuffixSpec(scopes=("group",), window=None),
     # arXiv 2601.09083: a tree per prompt, all history, running siblings included.
-    "srt": SuffixSpec(scopes=("problem",), window=None),
+    "srt": SuffixSpec(window=None),
     # arXiv 2508.18588's released code (He-Jingkai/specRL): last 7 tokens against the previous epoch's 16 responses.
-    "histospec": SuffixSpec(scopes=("problem",), window=16, max_match=7, length="doubling", live=False),
+    "histospec": SuffixSpec(window=16, max_match=7, length="doubling", live=False),
     # arXiv 2411.04975, arctic-inference: trees 64 deep, every length of match tried, as many tokens as are matched.
     "suffix-decoding": SuffixSpec(
         scopes=("request", "global"), window=None, max_match=32, max_draft=32, min_match=1, length="match"

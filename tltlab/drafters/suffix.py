@@ -597,8 +597,6 @@ def check_settings(spec: Any) -> None:
         raise ConfigError(f"suffix: max_draft must be at least 1, got {spec.max_draft}")
     if not 0 <= spec.min_token_prob <= 1:
         raise ConfigError(f"suffix: min_token_prob must be from 0 to 1, got {spec.min_token_prob}")
-    if spec.length not in get_args(Length):
-        raise ConfigError(f"suffix: length must be one of {', '.join(get_args(Length))}, got {spec.length!r}")
     if not spec.match_factor > 0:
         raise ConfigError(f"suffix: match_factor must be above 0, got {spec.match_factor}")
     if spec.history_mib is not None and not 0 < spec.history_mib < math.inf:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError, RunError
@@ -57,8 +57,6 @@ class ElasticActivation(Wrapper):
                 f"activation: max_requests and hold_iterations must be at least 0, "
                 f"got {max_requests} and {hold_iterations}"
             )
-        if count not in get_args(Count):
-            raise ConfigError(f"activation: count must be 'running' or 'remaining', got {count!r}")
         super().__init__(inner)
         self.max_requests = max_requests
         self.count = count

@@ -16,7 +16,6 @@ from tltlab.policies.beg_mab import BegMab, paper_buckets
 from tltlab.policies.engines import AcceptedThresholds
 from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import load_policy
-from tltlab.policies.reward import Reward
 from tltlab.policies.simple import BatchTable, Explore, Fixed
 from tltlab.policies.wrappers import ElasticActivation
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -55,7 +54,6 @@ def goodput(*strategies, costs=COSTS, **settings):
         (lambda: Explore([D8, D2, D8], rng=RNG), ("ngram:8",)),
         (lambda: Ucb1([]), ()),
         (lambda: Hedge([PLAIN, D8], rng=RNG), ("speculation",)),
-        (lambda: Reward("speed"), ("paper", "relative", "speed")),
         (lambda: mab(), ("buckets",)),
         (lambda: mab((1, [])), ("strategies",)),
         (lambda: mab((5, [D8]), (5, [D4])), (5,)),
@@ -65,7 +63,6 @@ def goodput(*strategies, costs=COSTS, **settings):
         (lambda: mab((1, [D8, PLAIN]), (9, [D2, D1]), reward="relative"), (9,)),
         (lambda: paper_buckets(TREES, [1, 5]), (4, 48, 32, 16, 8, 2, 1, 5)),
         (lambda: elastic(max_requests=-1), (-1, 10)),
-        (lambda: elastic(count="waiting"), ("running", "remaining", "waiting")),
         (lambda: AcceptedThresholds(rows=[(1, (3, 1), 0.0)]), ("ascend",)),
         (lambda: adaptive(max_depth=0), ("adaptive",)),
         (lambda: adaptive(exploration=0.6), ("adaptive",)),
