@@ -204,11 +204,16 @@ class DrafterRun(Drafting):
         self.schedule = TrainingSchedule(config.schedule, pretrained=config.pretrained)
         self.served = ServedDrafter()
         self.watch = CanaryWatch(config.name, events)
-        self.training: IdleWorkerTraining | None = None
+        self._training: IdleWorkerTraining | None = None
         self._sockets: Path | None = None
         self._data: Path | None = None
         self._annotating: dict[int, Any] = {}
         self._rows: Rows = {}
+
+    @property
+    def training(self) -> IdleWorkerTraining:
+        assert self._training is not None, "it has not started"
+        return self._training
 
     def prepare(self) -> None:
         self._sockets = scratch_folder("d")
@@ -239,15 +244,15 @@ class DrafterRun(Drafting):
         driver = ray.get_runtime_context().get_node_id()
         of_ray = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         addresses = machine_addresses([node for node, _ in machines], driver, of_ray)
-        self.training = IdleWorkerTraining(self, machines, driver, addresses)
+        self._training = IdleWorkerTraining(self, machines, driver, addresses)
         self.training.begin(self._frozen(), self._data)
 
     def _stop_training(self) -> None:
-        if self.training is not None:
-            self.training.close()
+        if self._training is not None:
+            self._training.close()
 
     def rejoin(self, worker: int) -> None:
-        if self.training is not None:
+        if self._training is not None:
             handle = self._workers[worker]
             self._serve(lambda method, *args: get(getattr(handle, method).remote(*args)))
 
@@ -259,7 +264,6 @@ class DrafterRun(Drafting):
             ask("update_draft_weights", ray.put(served.weights), list(served.predicted), served.updates)
 
     def rollout_starts(self, rl_step: int) -> None:
-        assert self.training is not None
         trusted = self.watch.look(self._ask_engines("ask_engine", "drafter_report"))
         served = self.served
         age = rl_step - served.published
@@ -269,19 +273,15 @@ class DrafterRun(Drafting):
         self.training.rollout_starts(rl_step, train=decision.train)
 
     def worker_idle(self, worker: int) -> None:
-        if self.training is not None:
-            self.training.worker_idle(worker)
+        self.training.worker_idle(worker)
 
     def rollout_ends(self, rl_step: int) -> None:
-        if self.training is not None:
-            self.training.rollout_ends(rl_step)
+        self.training.rollout_ends(rl_step)
 
     def annotate(self) -> None:
-        assert self.training is not None
         self._annotating = self.training.ask("annotate")
 
     def publish(self, rl_step: int) -> None:
-        assert self.training is not None
         annotated = self.training.collect(self._annotating)
         reports: dict[int, TrainerReport] = self.training.answers("report", self.schedule.config.kind == "gated")
         rows = self.training.rows(rl_step - 1, reports)
@@ -299,7 +299,6 @@ class DrafterRun(Drafting):
 
     def _swap(self, rl_step: int, reports: Mapping[int, TrainerReport], predicted: list[float]) -> None:
         """Load the drafter that the trainers of these reports have into the engines, and into all other trainers."""
-        assert self.training is not None
         worker = min(reports)
         updates = reports[worker].updates
         try:
@@ -353,7 +352,6 @@ class DrafterRun(Drafting):
         return passes
 
     def target_moved(self) -> None:
-        assert self.training is not None
         self.training.set_target(self._frozen())
 
     def rewind(self, rl_step: int, state: Mapping[str, Any], folder: Path | None) -> None:
@@ -375,7 +373,7 @@ class DrafterRun(Drafting):
         return rows | {"steps": [self._in_service]}
 
     def memory(self) -> list[ProcessMemory]:
-        return [] if self.training is None else list(self.training.answers("memory").values())
+        return list(self.training.answers("memory").values())
 
     def summary(self) -> dict[str, Any] | None:
         return {"name": self.config.name, "updates": self.served.updates, "swaps": self.served.swaps}
@@ -395,8 +393,8 @@ class DrafterRun(Drafting):
         schedule and the canaries' verdicts. Every live trainer has its own file: buffer, held-out sequences, random
         state. Older drafters are not kept; the trace has their acceptance.
         """
-        if self.training is not None:
-            self.training.save_data(folder)
+        if self._training is not None:
+            self._training.save_data(folder)
         parts = self.served.state_dict(folder) | self.watch.state_dict()
         return {"name": self.config.name, "schedule": self.schedule.state_dict(), **parts}
 

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from math import ceil
@@ -424,10 +424,6 @@ class RunPlan:
     fits: bool | None
     tight: str | None
     notes: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the plan as JSON types."""
-        return asdict(self)
 
     def text(self) -> str:
         """Return the plan as text."""

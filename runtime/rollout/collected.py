@@ -322,7 +322,7 @@ def after(before: array[Number], new: Sequence[Number]) -> array[Number]:
     return before + after if before else after
 
 
-def all_requests(shares: Shares, parts: Sequence[Rollout]) -> Shares:
+def all_requests(shares: Sequence[Sequence[GenerationRequest]], parts: Sequence[Rollout]) -> Shares:
     """Return each worker's requests with those of later turns, in the order of its responses."""
     return [
         [*share, *part.follow_ups] if part.asked is None else part.asked

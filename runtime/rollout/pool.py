@@ -331,10 +331,6 @@ class WorkerPool:
         queues = placed(placement, workload, len(self.workers), self.lengths)
         return [[requests[i] for i in queue] for queue in queues]
 
-    def place(self, requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
-        """Split the requests of a rollout over the workers by `rollout.placement`."""
-        return self.share(requests, self.placement)
-
     def set_policy(self, policy: Policy, rl_step: int) -> None:
         """Give every engine a fresh selector of `policy`, seeded by the run, the worker and the RL step."""
         self._policy = policy, rl_step

@@ -20,6 +20,8 @@ from tltlab.runtime.run.rows import rollout_alone
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
 
+from .collected import all_requests
+
 
 class Visit(FrozenModel):
     """One rollout of a session: its RL step in the trace, its round and its policy's name."""
@@ -60,10 +62,10 @@ class SessionRecorder(Recorder):
 
         `epochs` are those of the responses by key, by default the first.
         """
-        asked = [[*share, *part.follow_ups] for share, part in zip(shares, parts, strict=True)]
         rows = rollout_alone(
-            visit.rl_step, visit.policy, asked, parts, epochs=epochs or defaultdict(int), t_start=self._played_s
-        )
+            visit.rl_step, visit.policy, all_requests(shares, parts), parts, epochs=epochs or defaultdict(int),
+            t_start=self._played_s,
+        )  # fmt: skip
         for table, new in rows.items():
             if tokens or table != "tokens":
                 self.append(table, new)

@@ -584,7 +584,7 @@ class GrpoRun:
 
         return RolloutTools(
             generate=generate,
-            share=self.pool.place,
+            share=partial(self.pool.share, placement=self.pool.placement),
             rewards=rewards,
             score=score,
             rl_step=rl_step,

@@ -10,7 +10,6 @@ import contextlib
 import importlib.util
 import math
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,19 +19,17 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any, Self
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from torch.utils.tensorboard import SummaryWriter
 
 from tltlab.console import progress
 from tltlab.errors import ConfigError, one_line
-from tltlab.files import read_json, sealed, write_json
+from tltlab.files import read_object, sealed, write_json
 from tltlab.runtime.recipe.sections import LogConfig
 
 from .rows import LENGTH_PERCENTILES, StepReport
 
 RUN_IDS = "log_runs.json"
-"""File with this run's id in each service, and the newest RL step that W&B received."""
+"""File with this run's id in W&B, and the newest RL step that it received."""
 
 EVERY_STEP = "time/step_s"
 """A measure of every RL step only: a logger that has it has the step."""
@@ -130,30 +127,29 @@ def _short(error: Exception) -> str:
 
 
 class TensorBoard:
-    """Event files, one per process; `out` is the run's folder, which begins at the RL step `resume_from`."""
+    """Event files; `out` is the run's folder, which begins at the RL step `resume_from`."""
 
     def __init__(self, project: bool, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None:
-        self._writer = EventFileWriter(str(out / "tensorboard"))
-        self._last = resume_from - 1
-        self._hide(resume_from)
-        self._writer.flush()
+        self._folder = str(out / "tensorboard")
+        self._begin(resume_from)
 
     def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
         if EVERY_STEP in metrics:
             if rl_step <= self._last:
-                self._hide(rl_step)
+                self._writer.close()
+                self._begin(rl_step)
             self._last = rl_step
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=rl_step, summary=Summary(value=values)))
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, rl_step)
         self._writer.flush()
 
     def close(self, *, failed: bool) -> None:
         self._writer.close()
 
-    def _hide(self, rl_step: int) -> None:
-        """Make TensorBoard hide earlier values, also of earlier processes, from this step on."""
-        began = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=rl_step, session_log=began))
+    def _begin(self, rl_step: int) -> None:
+        """Begin a file that makes TensorBoard hide earlier values, also of earlier processes, from this step on."""
+        self._writer = SummaryWriter(self._folder, purge_step=rl_step)
+        self._last = rl_step - 1
 
 
 class Wandb:
@@ -164,7 +160,7 @@ class Wandb:
 
         out.mkdir(parents=True, exist_ok=True)  # otherwise W&B takes a temporary folder
         self._out = out
-        earlier = _run_ids(out).get("wandb", {})
+        earlier = read_object(out / RUN_IDS).get("wandb", {})
         self._earlier: int = earlier.get("rl_step", -1)
         self._row = -1
         self._run = wandb.init(
@@ -178,7 +174,7 @@ class Wandb:
             settings=wandb.Settings(console="off", quiet=True),
         )
         self._run.define_metric("*", step_metric="rl_step")
-        _add_run_id(out, "wandb", {"id": self._run.id, "rl_step": self._earlier})
+        self._keep()
 
     def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
         if EVERY_STEP in metrics and rl_step <= self._earlier:
@@ -189,10 +185,13 @@ class Wandb:
         self._run.log({**metrics, "rl_step": rl_step}, step=self._row, commit=True)
         if EVERY_STEP in metrics:
             self._earlier = rl_step
-            _add_run_id(self._out, "wandb", {"id": self._run.id, "rl_step": rl_step})
+            self._keep()
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
+
+    def _keep(self) -> None:
+        write_json(self._out / RUN_IDS, sealed({"wandb": {"id": self._run.id, "rl_step": self._earlier}}))
 
 
 Logger = TensorBoard | Wandb
@@ -202,15 +201,6 @@ LOGGERS: dict[str, tuple[str, type[Logger]]] = {
     "wandb": ("W&B", Wandb),
 }
 """By the recipe's field, which is also the name of the package."""
-
-
-def _run_ids(out: Path) -> dict[str, Any]:
-    path = out / RUN_IDS
-    return dict(read_json(path)) if path.exists() else {}
-
-
-def _add_run_id(out: Path, service: str, run: Mapping[str, Any]) -> None:
-    write_json(out / RUN_IDS, sealed({**_run_ids(out), service: dict(run)}))
 
 
 PACE_STEPS = 8

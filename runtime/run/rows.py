@@ -199,29 +199,17 @@ def _token_rows(
     """Return the rows of `tokens`, without an object per token."""
     schema = TABLES["tokens"]
     keys = zip(*(request.key for request in requests), strict=True) if requests else [()] * 4
-    columns = [pa.array(part, kind) for part, kind in zip(keys, schema.types, strict=False)]
-    lengths = [len(response.token_ids) for response in responses]
-    spans = [span for r in responses for span in r.versions or [(policy_version, len(r.token_ids))]]
-    drawn_by, num_tokens = (np.array([span[i] for span in spans], np.int32) for i in (0, 1))
-    versions = np.repeat(drawn_by, num_tokens)
-    columns += [
-        _lists([request.prompt_token_ids for request in requests], np.int32),
-        _lists([response.token_ids for response in responses], np.int32),
-        _lists([response.logprobs for response in responses], np.float32),
-        pa.ListArray.from_arrays(_offsets(lengths), pa.array(versions)),
-    ]
-    return pa.table(columns, names=schema.names)
-
-
-def _lists(parts: Sequence[Sequence[float]], kind: type[np.generic]) -> pa.ListArray:
-    flat = [np.asarray(part, kind) for part in parts]
-    return pa.ListArray.from_arrays(
-        _offsets(list(map(len, flat))), pa.array(np.concatenate([np.empty(0, kind), *flat]))
+    drawn_by = [r.versions or [(policy_version, len(r.token_ids))] for r in responses]
+    lists: tuple[Sequence[Any], ...] = (
+        [request.prompt_token_ids for request in requests],
+        [response.token_ids for response in responses],
+        [response.logprobs for response in responses],
+        [np.repeat(*np.array(spans, np.int32).T) for spans in drawn_by],
     )
-
-
-def _offsets(lengths: Sequence[int]) -> pa.Array:
-    return pa.array(np.cumsum([0, *lengths]), pa.int32())
+    columns = [pa.array(part, kind) for part, kind in zip(keys, schema.types, strict=False)]
+    for parts, kind in zip(lists, schema.types[len(columns) :], strict=True):
+        columns.append(pa.array([np.asarray(part, kind.value_type.to_pandas_dtype()) for part in parts], kind))
+    return pa.table(columns, names=schema.names)
 
 
 def _spans(

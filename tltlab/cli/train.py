@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,7 +72,7 @@ def train(
             start = ["--resume", str(resume)] if resume is not None else [str(recipe), "--out", str(folder)]
             command = shlex.join(["tltlab", "train", *start, *(change for change in changes if change != recipe)])
             ahead = forecast(loaded, plan, folder, command, lengths)
-            emit(plan.as_json() | {"forecast": ahead.as_json()}, f"{plan.text()}\n{ahead.text()}")
+            emit(asdict(plan) | {"forecast": ahead.as_json()}, f"{plan.text()}\n{ahead.text()}")
             return
         enough_gpus(loaded)
         from tltlab.runtime.run.grpo import train as run

@@ -10,7 +10,6 @@ of q, k and v, b into that of o. Only these read the output of `fc`, and vLLM's 
 bias.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -22,6 +21,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from tltlab.errors import ConfigError, one_line
+from tltlab.files import read_json
 
 from .head import AUX_LAYERS, MTP_ARCHITECTURE, NORMS, DrafterHead, Eagle3Head, EagleHead, MtpHead, default_aux_layers
 from .target import EMBEDDING, LM_HEAD, WEIGHTS_FILE, Tensors, local_folder, read_config, read_safetensors, read_weights
@@ -43,7 +43,7 @@ def load_head(name: str | Path, *, target: str | Path | None = None) -> DrafterH
     layers reads the default ones. ConfigError for a checkpoint that is missing, broken or of another kind.
     """
     folder = local_folder(name)
-    config = _read_json(folder)
+    config = _read_config(folder)
     if config.get("architectures") == [MTP_ARCHITECTURE]:
         mtp = MtpHead(LlamaConfig.from_dict(config))
         mtp.take_weights(name, {f"model.{key}": value for key, value in _read_weights(folder).items()})
@@ -106,7 +106,7 @@ def is_head(folder: str | Path) -> bool:
 
 def verifier_of(folder: str | Path) -> str | None:
     """Return the target that a head's config names, if any."""
-    config = _read_json(Path(folder))
+    config = _read_config(Path(folder))
     try:
         verifier = config["speculators_config"]["verifier"]["name_or_path"]
     except (KeyError, TypeError):
@@ -114,11 +114,8 @@ def verifier_of(folder: str | Path) -> str | None:
     return None if verifier is None else str(verifier)
 
 
-def _read_json(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: no readable config.json of an EAGLE head: {error}") from error
+def _read_config(folder: Path) -> dict[str, Any]:
+    config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise ConfigError(f"{folder}: no readable config.json of an EAGLE head: it is no object")
     return config

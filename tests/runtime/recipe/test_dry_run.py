@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 
 import pytest
 
@@ -174,7 +175,7 @@ def test_settings_without_effect_are_said(random_model, sections, facts):
 
 def test_a_plan_is_json(random_model):
     plan = plan_of(recipe(model=str(random_model)))
-    found = json.loads(json.dumps(plan.as_json(), allow_nan=False))
+    found = json.loads(json.dumps(asdict(plan), allow_nan=False))
     assert found["fits"] is None
     assert found["num_params"] == 2 * (64 * (4 * 64 + 3 * 128)) + 2 * 24 * 64
     assert found["memory"][0]["total_bytes"] == pytest.approx(sum(p["num_bytes"] for p in found["memory"][0]["parts"]))

@@ -204,7 +204,7 @@ def test_a_full_disk_costs_the_event_file_only(tmp_path, capfd, monkeypatch):
     with RunLog(LogConfig(), tmp_path, 3) as log:
         log.step(report(0), {"reward/mean": 0.5})
         full = open("/dev/full", "wb")  # noqa: SIM115
-        writer = log._loggers["TensorBoard"]._writer._async_writer
+        writer = log._loggers["TensorBoard"]._writer.file_writer.event_writer._async_writer
         for place, name in ((writer, "_writer"), (writer._worker, "_record_writer")):
             monkeypatch.setattr(place, name, RecordWriter(full))
         log.step(report(1), {"reward/mean": 0.6})
