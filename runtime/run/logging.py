@@ -130,7 +130,7 @@ class TensorBoard:
     """Event files; `out` is the run's folder, which begins at the RL step `resume_from`."""
 
     def __init__(self, project: bool, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None:
-        self._folder = str(out / "tensorboard")
+        self._folder, self._last = str(out / "tensorboard"), resume_from
         self._begin(resume_from)
 
     def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
