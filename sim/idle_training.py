@@ -78,9 +78,9 @@ class SimulatedSpotTrainer(IdleUse):
     99
     """
 
-    def __init__(self, model: SpotTraining | None = None, config: CoordinatorConfig | None = None) -> None:
-        self.model = model or SpotTraining()
-        self.config = config or CoordinatorConfig()
+    def __init__(self, model: SpotTraining, config: CoordinatorConfig = CoordinatorConfig()) -> None:
+        self.model = model
+        self.config = config
         self.drafter = DrafterState()
         self._rollout = -1
         self._has_data = False

@@ -182,7 +182,7 @@ def run_steps(
     result: SimResult,
     stages: StageCosts,
     *,
-    topology: Topology | None = None,
+    topology: Topology = Colocated(),
     num_updates: int = 1,
     fused: bool = False,
     streamed: bool = False,
@@ -196,7 +196,6 @@ def run_steps(
     without a reward count as trained. Raises ConfigError for no RL step, an RL step without responses or workers, a
     stage of unknown cost, stage costs for another number of GPUs, and streaming where all GPUs generate.
     """
-    topology = topology or Colocated()
     rollouts = list(result.rollouts)
     if not rollouts:
         raise ConfigError("no RL step to run: the simulation has no rollout")

@@ -273,16 +273,9 @@ def _iterations_outside(scenario: Scenario, c: Columns, strategies: Sequence[Str
 
 def _busy_s(c: Columns, worker: Ints, until_s: float) -> dict[str, float]:
     """Seconds of each worker that its switches, prefills and iterations cover, which do not overlap."""
-    own, prefill_s = np.flatnonzero(c.switch_s > 0), np.flatnonzero(c.prefill_s > 0)
-    at = np.concatenate([worker, worker[own], worker[prefill_s]])
-    starts = np.concatenate([c.decode_start_s, c.start_s[own], (c.start_s + c.switch_s)[prefill_s]])
-    ends = starts + np.concatenate([c.seconds, c.switch_s[own], c.prefill_s[prefill_s]])
-    order = np.lexsort((starts, at))
-    at, starts, ends = at[order], np.minimum(starts[order], until_s), np.minimum(ends[order], until_s)
-    covered = np.append(-np.inf, ends[:-1])
-    covered[np.flatnonzero(np.diff(at, prepend=-1))] = -np.inf
-    each = np.split(np.maximum(0.0, ends - np.maximum(starts, covered)), np.flatnonzero(np.diff(at)) + 1)
-    return {f"worker {w}": float(part.sum()) for w, part in zip(dict.fromkeys(at.tolist()), each, strict=False)}
+    starts, ends = np.minimum(c.start_s, until_s), np.minimum(c.decode_start_s + c.seconds, until_s)
+    of_worker = ((w, worker == w) for w in np.unique(worker).tolist())
+    return {f"worker {w}": metrics.union_s(starts[mine], ends[mine]) for w, mine in of_worker}
 
 
 def outside_text(outside: Mapping[str, float] | None) -> str:

@@ -20,20 +20,6 @@ GROUP = "tltlab.commands"
 _INTERRUPTED = 130
 _COMPLETE = "_TLTLAB_COMPLETE"
 """Set by the shell that completes a command line, as Typer names it."""
-_GONE_OPTIONS = {
-    ("compare", "--search"): "`tltlab compare --systems all` has every system, --placement another order",
-    ("compare", "--claims"): "--json has each system's `claim`",
-    ("compare", "--ranges"): "`tltlab what-if` has the 90 % range",
-    ("compare", "--no-ranges"): "no range of ranks is made any more",
-    ("tune", "--max-buckets"): "tables have four rows at most, as those of what-if",
-    ("audit", "--without-fix"): "the audit is of engines as they run",
-    ("calibrate", "--freshness-out"): "--acceptance fresh --acceptance-out FILE writes the same model",
-    ("export-drafter", "--layout"): "EAGLE-3 heads are written in speculators' layout",
-    ("make-model", "--mtp"): "models with MTP layers come from elsewhere; drafter.loss.kind = mtp trains them",
-    ("timeline", "--rollout-only"): "tltlab.timeline in Python has rollout_only",
-    ("timeline", "--title"): "tltlab.timeline in Python has a title",
-}
-"""Options of the release before, and what replaces them."""
 _BROUGHT_BY = {"zmq": "pyzmq", "torch": "vllm", "tokenizers": "transformers", "huggingface_hub": "transformers"}
 """The requirement that a module comes with, where it has another name."""
 
@@ -197,9 +183,6 @@ def _run(args: list[str]) -> int:
         code = _group().main(args, prog_name="tltlab", complete_var=_COMPLETE, standalone_mode=False)
     except TyperException as error:
         called = "tltlab" if args[0].startswith("-") else f"tltlab {args[0]}"
-        option = getattr(error, "option_name", "")
-        if gone := _GONE_OPTIONS.get((args[0], option)):
-            _fail(f"{called}: the option {option} was removed: {gone}", 2)
         _fail(f"{_as_setting(args, error) or error.format_message()} (see '{called} --help')", 2)
     except ConfigError:
         if _COMPLETE in os.environ:  # an unknown command or a missing extra: nothing to offer

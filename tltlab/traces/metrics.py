@@ -185,25 +185,18 @@ def prompt_share(trace: Trace) -> float | None:
 
 
 def summary(trace: Source, *, workers: int | None = None) -> Json:
-    """The keys of `tltlab simulate --json`; None where unknown (the bound and the wall time are the simulator's).
+    """The keys of `tltlab simulate --json` that a trace has too; None where unknown.
 
-    Rollouts alone know no accepted lengths, and not on how many `workers` they ran.
+    Rollouts alone do not know on how many `workers` they ran.
     """
-    rollouts = _rollouts(trace, ROLLOUT_KINDS)
-    if isinstance(trace, Trace):
-        workers = num_workers(trace)
     return {
-        "makespan_s": makespan_s(rollouts),
-        "makespan_s_per_step": list(rollout_s(rollouts).values()),
-        "tokens_per_s": tokens_per_s(rollouts),
-        "num_responses": sum(len(step.lengths) for step in rollouts),
-        "num_tokens": num_tokens(rollouts),
-        "bubble_fraction": bubble_fraction(rollouts, workers=workers),
-        "tail_fraction": tail_fraction(rollouts),
-        "mean_accept_length": mean_accept_length(trace) if isinstance(trace, Trace) else None,
-        "lower_bound_s": None,
-        "regret": None,
-        "wall_s": None,
+        "makespan_s": makespan_s(trace),
+        "makespan_s_per_step": list(rollout_s(trace).values()),
+        "tokens_per_s": tokens_per_s(trace),
+        "num_responses": sum(len(step.lengths) for step in _rollouts(trace)),
+        "num_tokens": num_tokens(trace),
+        "bubble_fraction": bubble_fraction(trace, workers=workers),
+        "tail_fraction": tail_fraction(trace),
     }
 
 
