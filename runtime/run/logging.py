@@ -129,6 +129,8 @@ def _short(error: Exception) -> str:
 class TensorBoard:
     """Event files; `out` is the run's folder, which begins at the RL step `resume_from`."""
 
+    _last: int
+
     def __init__(self, project: bool, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None:
         self._folder, self._last = str(out / "tensorboard"), resume_from
         self._begin(resume_from)

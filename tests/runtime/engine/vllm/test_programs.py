@@ -1,22 +1,15 @@
 """Engines of programs that know nothing of tltlab: as the environment says, or with options handed on by a framework.
 
-Their configuration is made as for a start; engines start in `test_process`. `TLTLAB_FRAMEWORKS` names a
-folder with the frameworks' packages (pip install --no-deps --target FOLDER verl skyrl): then their own code is run too.
+Their configuration is made as for a start; engines start in `test_process`.
 """
 
 import argparse
-import ast
 import copy
-import dataclasses
-import functools
 import importlib.metadata
 import json
 import os
-import sys
 import tomllib
-from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 import yaml
@@ -36,7 +29,6 @@ from tltlab.traces.storage import is_unfinished
 from ..asking import fixed
 
 arg_utils = pytest.importorskip("vllm.engine.arg_utils")
-FRAMEWORKS = Path(os.environ.get("TLTLAB_FRAMEWORKS", "/nowhere"))
 
 OURS = "tltlab.runtime.engine.vllm.scheduler."
 SMALL = {"max_model_len": 64, "enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 1 << 25}
@@ -346,51 +338,3 @@ def test_frameworks_take_the_environment(program, random_model, tmp_path, enviro
         found = attached(configured(random_model, "AsyncEngineArgs", seed=7, enable_prefix_caching=True))
         wanted = vllm_options(source, **more)
         assert found == Attachment.model_validate(wanted["additional_config"]["tltlab"])
-
-
-def functions(path, *names, **beside):
-    """Functions of a module whose package cannot be imported here, with what they need `beside` them."""
-    found = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name in names]
-    for node in found:
-        node.returns = None
-        for argument in node.args.args:
-            argument.annotation = None
-    space = dict(beside)
-    exec(compile(ast.Module(found, []), str(path), "exec"), space)
-    return [space[name] for name in names]
-
-
-@pytest.mark.skipif(not (FRAMEWORKS / "verl").is_dir(), reason="TLTLAB_FRAMEWORKS names no folder with verl")
-def test_verls_own_command_line(random_model):
-    path = FRAMEWORKS / "verl/workers/rollout/vllm_rollout/utils.py"
-    beside = {"json": json, "functools": functools, "dataclasses": dataclasses, "get_args": get_args}
-    build = functions(path, "build_cli_args_from_config", "_optional_bool_vllm_args", **beside)[0]
-    options = vllm_options("beg-mab", record="x", for_="verl")
-    # What verl sets itself comes first.
-    words = build({"max_num_seqs": 64, "enable_prefix_caching": True, "quantization": None, **options})
-    assert the_same(parsed(words, random_model), vllm_options("beg-mab", record="x"))
-
-
-@pytest.mark.skipif(not (FRAMEWORKS / "skyrl").is_dir(), reason="TLTLAB_FRAMEWORKS names no folder with SkyRL")
-def test_skyrls_own_arguments(random_model, monkeypatch):
-    # In SkyRL's vLLM, 0.23, this stands elsewhere.
-    place = "vllm.entrypoints.openai.cli_args"
-    monkeypatch.setitem(sys.modules, place, importlib.import_module("vllm.entrypoints.launchers.cli_args"))
-    path = FRAMEWORKS / "skyrl/backends/skyrl_train/inference_servers/utils.py"
-    [build] = functions(
-        path, "build_vllm_cli_args", logger=None, get_config_as_dict=dict, _uses_lora_weight_sync=lambda _: False,
-        VLLM_NEW_INFERENCE_WORKER_EXTENSION_CLS="their.Worker", get_transfer_strategy=lambda *_: "nccl",
-    )  # fmt: skip
-    engine = SimpleNamespace(
-        tensor_parallel_size=1, pipeline_parallel_size=1, model_dtype="float32", data_parallel_size=1,
-        gpu_memory_utilization=0.1, enable_prefix_caching=True, enforce_eager=True, max_num_batched_tokens=256,
-        expert_parallel_size=1, max_num_seqs=8, enable_return_routed_experts=False, weight_sync_backend="nccl",
-        served_model_name=None, language_model_only=False, speculative_config=None,
-        engine_init_kwargs=vllm_options("beg-mab", record="x", for_="skyrl"),
-    )  # fmt: skip
-    trainer = SimpleNamespace(
-        policy=SimpleNamespace(model=SimpleNamespace(path=str(random_model))), seed=1,
-        placement=SimpleNamespace(colocate_all=False),
-    )  # fmt: skip
-    namespace = build(SimpleNamespace(generator=SimpleNamespace(inference_engine=engine), trainer=trainer))
-    assert the_same(arg_utils.AsyncEngineArgs.from_cli_args(namespace), vllm_options("beg-mab", record="x"))
