@@ -278,7 +278,7 @@ def driver(
 @app.command()
 @command
 def gpu(
-    part: Annotated[str, Argument(help="quick, show, graphs, sync or update.")],
+    part: Annotated[str, Argument(help="quick, show, graphs, seam, sync or update.")],
     model: Annotated[
         Path | None,
         Argument(help="A model's folder, with a config.json; of quick a shape, of show a quick.json."),
@@ -286,7 +286,7 @@ def gpu(
     shape: str | None = option("Make MODEL first: the shape of Qwen2.5-7B, ..., no weights."),
     batches: Batches = "1,8,32,64",
     rounds: int = option("Times that each is measured in an engine.", 3, min=1),
-    tokens: int = option("Tokens of each response, for update.", 256, min=1),
+    tokens: int = option("Tokens of each response, for seam and update.", 256, min=1),
     kv_gib: float = option("Size of each engine's KV cache in GiB.", 16, min=0.01),
     minutes: float = option("Of quick: plan what fits into so many.", 6, min=0.1),
     out: Path | None = option("File to write after each engine, as JSON."),
@@ -296,10 +296,11 @@ def gpu(
     quick: one rollout at the shapes of a 1.5B and a 7B model under stock vLLM and three policies, and plain steps of
     both engines, most worth first. show: a quick.json in words. graphs: what adaptivity costs plain steps on the V1
     runner, then one strategy, every one apart and buckets on V2; memory, what iterations ran in and the step, by batch
-    and depth. sync: new weights by the host and by the device. update: a trainer's update of a model that has weights,
-    on as many responses as the first batch size, with deterministic algorithms and without.
+    and depth. seam: stock vLLM and policies that draft nothing. sync: new weights by
+    three ways. update: a trainer's update of a model that has weights, on as many responses as the first batch size,
+    with deterministic algorithms and without.
 
-    Example: tltlab bench gpu graphs models/shape-1.5b --shape Qwen2.5-1.5B --batches 128,256,512 --out graphs.json
+    Example: tltlab bench gpu seam models/shape-1.5b --shape Qwen2.5-1.5B --batches 128,256,512 --out seam.json
     """
     from . import gpu as module
 

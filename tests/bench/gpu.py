@@ -1,4 +1,4 @@
-"""Measurements that need a GPU: memory and kinds of CUDA graphs; costs of plain steps, weight sync and determinism.
+"""Measurements that need a GPU: memory and kinds of CUDA graphs; costs of a policy, weight sync and determinism.
 
 Every engine runs in its own process, so memory is measured separately and a failure affects no other engine. The result
 file is written again after each: an engine starts in 30 to 60 s, and a lent machine may be gone. Models have a shape
@@ -33,9 +33,20 @@ from tltlab.policies.specs import ExploreSpec, FixedSpec, TableRow, TableSpec
 from tltlab.stats import interval_json, paired_interval
 from tltlab.strategy import Strategy
 
-PARTS = ("graphs", "sync", "update")
+PARTS = ("graphs", "seam", "sync", "update")
 QUICK_SHAPES, QUICK = ("Qwen2.5-1.5B", "Qwen2.5-7B"), "stock,none,ngram:4,adaptive"
 TRACE = Path(__file__).parents[2] / "traces" / "base-rl-16k"
+SEAM_MODES = (
+    "stock, synchronous, one process",
+    "policy none",
+    "policy none, recorded",
+    "policy beg-mab-suffix",
+    "policy beg-mab-suffix, planned graphs",
+    "stock",
+    "policy none, asynchronous",
+)
+"""Stock vLLM first: the ratio to it is what a policy costs that drafts nothing. What beg-mab-suffix costs at batches at
+which it decodes plainly is the V1 runner's, which has full graphs for plain steps where they are planned alone."""
 SYNC_WAYS = ("host", "device")
 GRAPH_PLANS = ("no speculation", "one strategy", "every strategy apart", "bucketed")
 """Of `_chain_policies`: TLT's Table 5, of chains."""
@@ -148,7 +159,7 @@ TEXT: Text = (
     "{part} of {model} on {hardware}",
     Table(
         "shown",
-        "engine: {name}; s: {seconds:.0f}; sync s: {sync_s:.3f}; GB: {bytes:1e-9*.2f}; "
+        "engine: {name}; s: {seconds:.0f}; tokens/s by batch: {rates}; sync s: {sync_s:.3f}; GB: {bytes:1e-9*.2f}; "
         "update s: {plain_s:.3f}; deterministic: {deterministic_s:.3f}; times as long: {ratio}; "
         "graphs GB: {memory.measured_bytes:1e-9*.2f}; predicted: {memory.predicted_bytes:1e-9*.2f}; failed: {failed}",
     ),
@@ -164,8 +175,9 @@ def text(result: dict[str, Any]) -> str:
     """The result for people: a line for each engine, and for each batch size and depth."""
     rows, slowdowns = [], plain_steps(result["rows"])
     for row in result["rows"]:
+        rates = ", ".join(f"{statistics.median(r):.0f} at {b}" for b, r in row.get("tokens_per_s", {}).items())
         lines = row.get("failed", "").strip().splitlines()
-        rows.append(row | {"name": _name(row), "failed": lines[-1] if lines else ""})
+        rows.append(row | {"name": _name(row), "rates": rates, "failed": lines[-1] if lines else ""})
     cells = [
         {**cell, "name": _name(row), "ran_in": json.dumps(cell["ran_in"]),
          "slowdown": None if cell["depth"] else slowdowns.get(cell["batch"], {}).get(_name(row))}
@@ -181,7 +193,9 @@ def _name(row: Mapping[str, Any]) -> str:
 
 def _cases(part: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
     """Arguments of each engine, and the environment of its process."""
-    if part == "sync":
+    if part == "seam":
+        yield from (({"mode": mode}, {}) for mode in SEAM_MODES)
+    elif part == "sync":
         yield from (({"way": way}, {}) for way in SYNC_WAYS)
     elif part == "update":
         # Read when cuBLAS starts: it holds for both, and what it costs is in neither's favour.
@@ -307,6 +321,43 @@ def plain_steps(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]
     return slowdowns
 
 
+def _seam(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int) -> dict[str, Any]:
+    """Tokens per second of rollouts of fixed length, by batch size, after a rollout that warms up."""
+    from bench.vllm.plain import fixed_length, stock_llm
+    from tltlab.runtime import vllm_options
+
+    arguments = _WITHOUT_WEIGHTS | {
+        "max_num_seqs": max(batches), "max_model_len": _PROMPT_TOKENS + tokens,
+        "kv_cache_memory_bytes": kv_bytes, "generation_config": "vllm",
+    }  # fmt: skip
+    if mode != "stock":
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        arguments["async_scheduling"] = False
+    with tempfile.TemporaryDirectory() as folder:
+        if mode.startswith("policy"):
+            record = f"{folder}/trace" if "recorded" in mode else None
+            policy = mode.split()[1].strip(",")
+            most = max(batches) if "planned" in mode else None
+            arguments |= vllm_options(policy, max_batch=most, async_scheduling="asynchronous" in mode, record=record)
+        start = time.perf_counter()
+        llm = stock_llm(model, **arguments)
+        try:
+            started_s = time.perf_counter() - start
+            params = fixed_length(tokens)
+            rates: dict[int, list[float]] = {}
+            for batch in batches:
+                for visit in range(WARM_UP + rounds):
+                    prompts = [{"prompt_token_ids": _prompt(model, n, visit)} for n in range(batch)]
+                    start = time.perf_counter()
+                    outputs = llm.generate(prompts, params, use_tqdm=False)
+                    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+                    if visit >= WARM_UP:
+                        rates.setdefault(batch, []).append(num_tokens / (time.perf_counter() - start))
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+    return {"started_s": started_s, "tokens_per_s": rates}
+
+
 def _sync(way: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int) -> dict[str, Any]:
     """Seconds to give an engine new weights, and how much of them went into the copy to the host."""
     import torch
@@ -319,7 +370,7 @@ def _sync(way: str, model: str, batches: list[int], kv_bytes: int, rounds: int, 
         state = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict()
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
-    arguments = {"max_num_seqs": 8, "max_model_len": 256, "kv_cache_memory_bytes": kv_bytes, "enforce_eager": True}
+    arguments = {"max_num_seqs": 8, "max_model_len": 512, "kv_cache_memory_bytes": kv_bytes, "enforce_eager": True}
     engine = Engine(model, max_draft_depth=0, vllm_args=_WITHOUT_WEIGHTS | arguments)
     seconds, copies = [], []
     try:
@@ -385,5 +436,5 @@ def _prompt(model: str, request: int, visit: int) -> list[int]:
 
 if __name__ == "__main__":
     part, arguments, answer = sys.argv[1:]
-    measures: dict[str, Callable[..., Any]] = {"graphs": _graphs, "sync": _sync, "update": _update}
+    measures: dict[str, Callable[..., Any]] = {"graphs": _graphs, "seam": _seam, "sync": _sync, "update": _update}
     Path(answer).write_text(json.dumps(measures[part](**json.loads(arguments))))

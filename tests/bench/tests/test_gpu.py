@@ -31,7 +31,7 @@ def test_shape_is_what_transformers_reads_as_that_model(tmp_path):
 
 def test_model_that_is_not_there_is_one_sentence(tmp_path):
     with refused(ConfigError, naming=("config.json",)):
-        measured("sync", tmp_path)
+        measured("seam", tmp_path)
 
 
 def test_rows_are_in_file_before_next_engine_starts(tmp_path, monkeypatch):
@@ -40,25 +40,28 @@ def test_rows_are_in_file_before_next_engine_starts(tmp_path, monkeypatch):
 
     def engine(part, arguments, environment):
         lengths.append(len(json.loads(out.read_text())["rows"]) if out.exists() else 0)
-        return {"failed": "Traceback\nOut of memory"} if len(lengths) == 1 else {"seconds": 1.0, "sync_s": [0.1]}
+        return {"failed": "Traceback\nOut of memory"} if len(lengths) == 1 else {"seconds": 1.0, "tokens_per_s": {}}
 
     monkeypatch.setattr(gpu, "_alone", lambda *arguments: engine(*arguments) | {"seconds": 1.0})
-    found = measured("sync", tmp_path, out)
-    assert lengths == [0, 1]
-    assert re.search(r"host .* Out of memory", gpu.text(found))
+    found = measured("seam", tmp_path, out)
+    assert lengths == list(range(len(gpu.SEAM_MODES)))
+    assert re.search(r"stock, synchronous, one process .* Out of memory", gpu.text(found))
 
 
 def test_a_failed_engine_reports_from_its_process():
-    row = gpu._alone("sync", {"way": "host"}, {})
+    row = gpu._alone("seam", {"mode": "stock"}, {})
     assert "missing 5 required positional arguments" in row["failed"]
     assert row["seconds"] > 0
 
 
 @pytest.mark.engine
-def test_weights_come_by_the_host_and_by_the_device(random_model, monkeypatch):
+def test_engines_measure_the_seam_of_stock_and_policy(random_model, monkeypatch):
+    monkeypatch.setattr(gpu, "SEAM_MODES", gpu.SEAM_MODES[:2])
     # In this process and uncompiled: on a CPU either would else take most of a minute.
-    monkeypatch.setattr(gpu, "_alone", lambda part, arguments, environment: gpu._sync(**arguments) | {"seconds": 1.0})
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setattr(gpu, "_WITHOUT_WEIGHTS", gpu._WITHOUT_WEIGHTS | {"enforce_eager": True})
+    monkeypatch.setattr(gpu, "_alone", lambda part, arguments, environment: gpu._seam(**arguments) | {"seconds": 1.0})
     with starting(), uncompiled(True):
-        rows = measured("sync", random_model)["rows"]
-    assert [row["way"] for row in rows] == list(gpu.SYNC_WAYS)
-    assert all(row["bytes"] > 0 and row["sync_s"][0] > 0 for row in rows)
+        rows = measured("seam", random_model)["rows"]
+    assert [row["mode"] for row in rows] == list(gpu.SEAM_MODES)
+    assert all(rate > 0 for row in rows for rate in row["tokens_per_s"][2])
