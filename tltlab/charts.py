@@ -5,6 +5,7 @@ import html
 import io
 import re
 import textwrap
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,7 @@ _LETTERS_PER_IN, _HANDLE_LETTERS = 13.0, 9
 _MOST_MARKERS = 24
 _ROUND = (1, 2, 2.5, 5, 10)
 """Distances of ticks, times a power of ten."""
+_DRAWING = threading.Lock()
 FORMATS = (".png", ".svg")
 
 Values = Sequence[float | None] | np.ndarray
@@ -274,7 +276,8 @@ def inline_svg(figure: Figure, names: Sequence[str]) -> str:
 
 def _bytes(figure: Figure, kind: str, *, transparent: bool = False, dpi: int = 160) -> bytes:
     buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "tltlab", "svg.fonttype": "none"}):
+    # Settings of matplotlib are those of the process, and pages are made in several threads.
+    with _DRAWING, matplotlib.rc_context({"svg.hashsalt": "tltlab", "svg.fonttype": "none"}):
         if (engine := figure.get_layout_engine()) is not None:
             # Ticks depend on the size of a panel and the size on the ticks: a first layout may cut labels off.
             for _ in range(2):

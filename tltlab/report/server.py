@@ -7,6 +7,7 @@ browser never becomes a file path.
 import os
 import socketserver
 import threading
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -38,6 +39,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _MOST_RUNS = 500
+_MOST_PAGES = 24
 _MOST_FOLDERS = 5_000
 _DEPTH = 3
 _COLUMNS = ("RL steps", "responses", "mean rollout")
@@ -91,9 +93,19 @@ class Runs:
     def page(self, *names: str) -> Page:
         """The page of a run, or of two side by side; of what cannot be read, why. KeyError: no such run."""
         runs = self.paths()
-        paths = [runs[name] for name in names]
-        page = _page(*((path, _changed(path)) for path in paths))
-        return replace(page, home=".", live=any(_state(path) == _LIVE for path in paths))
+        path, *others = [runs[name] for name in names]
+        live = any(_state(each) == _LIVE for each in (path, *others))
+        try:
+            page = compare_runs(path, *others) if others else report(path, verify=False)
+        except TltlabError as error:
+            parts = (events_part(run_folder(locate(path))),)
+            page = Page(title=path.name, subtitle=_state(path), parts=parts, verdict=str(error))
+        return replace(page, home=".", live=live)
+
+    def state(self, *names: str) -> tuple[Any, ...]:
+        """What a page of these runs, or of the list without any, is made of, and when that changed last. KeyError."""
+        runs = self.paths()
+        return tuple((name, _changed(runs[name]), _state(runs[name])) for name in names or runs)
 
 
 _PARTS = ("trace", "checkpoints")
@@ -133,15 +145,22 @@ def _row(path: Path, changed: int, state: str) -> tuple[str, ...]:
         return (state, *["–"] * len(_COLUMNS), "" if state == "no trace yet" else str(error))
 
 
-@lru_cache(maxsize=24)
-def _page(*runs: tuple[Path, int]) -> Page:
-    """The page of runs, each with when it changed last."""
-    path, *others = (path for path, _ in runs)
-    try:
-        return compare_runs(path, *others) if others else report(path, verify=False)
-    except TltlabError as error:
-        parts = (events_part(run_folder(locate(path))),)
-        return Page(title=path.name, subtitle=_state(path), parts=parts, verdict=str(error))
+class _Rendered:
+    """Pages as HTML by what they are made of: each is made once, while others are made or served."""
+
+    def __init__(self) -> None:
+        self._lock, self._places = threading.Lock(), dict[Hashable, tuple[threading.Lock, list[str]]]()
+
+    def of(self, key: Hashable, page: Callable[[], Page]) -> str:
+        """Return the HTML of a page, made by `page` unless it is among the last ones."""
+        with self._lock:
+            self._places[key] = lock, made = self._places.pop(key, (threading.Lock(), []))
+            if len(self._places) > _MOST_PAGES:
+                del self._places[next(iter(self._places))]
+        with lock:
+            if not made:
+                made.append(render(page()))
+            return made[0]
 
 
 class Server(ThreadingHTTPServer):
@@ -150,7 +169,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, runs: Runs, port: int = 0):
-        self.runs, self.lock = runs, threading.Lock()
+        self.runs, self.rendered = runs, _Rendered()
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -177,28 +196,25 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         server = cast(Server, self.server)
         hosts = [[f"{name}:{server.server_port}"] for name in (ADDRESS, "localhost")]
-        status, why = HTTPStatus.OK, ""
+        status, why, text, runs = HTTPStatus.OK, "", "", server.runs
         try:
             address = urlsplit(self.path)
             names = parse_qs(address.query).get("run", [])
-            with server.lock:  # one at a time: pages take a core each
-                if self.headers.get_all("Host") not in hosts:
-                    # A name of somebody else's that leads here: pages of that site could read the runs.
-                    status, why = HTTPStatus.MISDIRECTED_REQUEST, f"this is {server.url}"
-                elif address.path == "/":
-                    page = server.runs.list_page()
-                elif len(names) == {"/run": 1, "/compare": 2}.get(address.path):
-                    page = server.runs.page(*names)
-                else:
-                    status, why = HTTPStatus.BAD_REQUEST, "one run is shown, or two are compared"
+            if self.headers.get_all("Host") not in hosts:
+                # A name of somebody else's that leads here: pages of that site could read the runs.
+                status, why = HTTPStatus.MISDIRECTED_REQUEST, f"this is {server.url}"
+            elif address.path == "/":
+                text = server.rendered.of(runs.state(), runs.list_page)
+            elif len(names) == {"/run": 1, "/compare": 2}.get(address.path):
+                text = server.rendered.of((len(names), runs.state(*names)), lambda: runs.page(*names))
+            else:
+                status, why = HTTPStatus.BAD_REQUEST, "one run is shown, or two are compared"
         except KeyError as error:
             status, why = HTTPStatus.NOT_FOUND, f"there is no {str(error)[:200]} here"
         except Exception as error:
             status, why = HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}"
             progress(f"{self.path[:200]}: {why}")
-        if why:
-            page = Page(title=status.phrase, verdict=why, home=".")
-        data = render(page).encode()
+        data = (text or render(Page(title=status.phrase, verdict=why, home="."))).encode()
         self.send_response(status)
         for name, value in {**_HEADERS, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)

@@ -15,7 +15,7 @@ import pytest
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-from tltlab.report.page import POLICY, render
+from tltlab.report.page import POLICY, Page, render
 from tltlab.report.server import Runs, Server
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
@@ -90,6 +90,32 @@ def test_two_runs_stand_side_by_side(server):
         status, page, _ = asked(server.server_port, f"/compare?{query}")
         assert status == 400
         assert "two are compared" in page
+
+
+def test_a_page_is_made_once_and_holds_no_other_up(folder, monkeypatch):
+    held, made = threading.Event(), []
+
+    def report(path, **options):
+        made.append(path.name)
+        assert path.name != "inner" or held.wait(60)
+        return Page(title=path.name)
+
+    monkeypatch.setattr("tltlab.report.server.report", report)
+    with Server(Runs(folder)) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        asking = [threading.Thread(target=asked, args=(server.server_port, "/run?run=a/inner")) for _ in range(3)]
+        for thread in asking:
+            thread.start()
+        answers = [asked(server.server_port, *rest)[0] for rest in (("/run?run=a",), ("/",), ("/", "evil"), ("/x",))]
+        assert answers == [200, 200, 421, 400]
+        assert any(thread.is_alive() for thread in asking)
+        held.set()
+        for thread in asking:
+            thread.join()
+        server.shutdown()
+        serving.join()
+    assert sorted(made) == ["a", "inner"]
 
 
 @pytest.mark.parametrize(
