@@ -76,7 +76,7 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     if tuned and (bands := result.get("band")):
         named = {f"over {'plain decoding' if name == 'none' else name}": band for name, band in bands.items()}
         parts.insert(0, _band_section(named, named))
-    if isinstance(notes := result.get("notes"), list) and notes:
+    if isinstance(notes := result.get("notes"), list) and notes and "assumed" not in result:
         parts.append(Section(title="Notes", blocks=tuple(map(str, notes))))
     above = {*_ROWS, "answers", "verdict", "notes", "by_accept", "speedup", "band", "drafter_training", "assumed"}
     parts.append(_origin(result, above))

@@ -3,10 +3,12 @@
 import base64
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
-from contextlib import contextmanager
+import zlib
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -107,3 +109,29 @@ def in_browser(loads, dark=False):
     """Load pages, each {"url", "width", "scripts", optionally "pdf" to write}; the answers of each."""
     with browser() as chromium:
         return [load(chromium, job, dark) for job in loads]
+
+
+def pages_of(pdf):
+    """Yield what draws each page of a PDF."""
+    for stream in re.findall(rb"stream\r?\n(.*?)endstream", pdf, re.DOTALL):
+        with suppress(zlib.error):
+            if b" Tf" in (page := zlib.decompress(stream)):
+                yield page
+
+
+def drawn(page):
+    """The height above the foot of a page, and the type's size, of each text on it; pictures have size 0. Points."""
+    saved, (scale, shift), size, found = [], (1.0, 0.0), 0.0, []
+    operators = rb"(?m)^(q)$|^(Q)$|^(?:\S+ ){3}(\S+) \S+ (\S+) cm$|^/F\d+ (\S+) Tf$|^(?:\S+ ){5}(\S+) Tm$|( Do)$"
+    for save, restore, by, to, new_size, text, picture in re.findall(operators, page):
+        if save:
+            saved.append((scale, shift))
+        elif restore:
+            scale, shift = saved.pop()
+        elif by:
+            scale, shift = scale * float(by), shift + scale * float(to)
+        elif new_size:
+            size = float(new_size)
+        elif text or picture:
+            found.append((shift + scale * float(text or 0), size * abs(scale) if text else 0.0))
+    return found

@@ -9,19 +9,24 @@ matplotlib.use("Agg")
 
 import pytest
 
-from tests.core.report.in_browser import CHROMIUM, in_browser
+from tests.core.report.in_browser import CHROMIUM, drawn, in_browser, pages_of
 from tltlab.files import write_json
 from tltlab.report.server import Runs, Server
 from tltlab.report.write import report
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
-WIDE, PHONE = 1280, 390
+WIDE, TABLET, PHONE = 1280, 800, 390
+HEADING = 1.15 * 16 * 72 / 96
+"""Points of a section's heading on paper."""
 LOOK = """{
     width: document.documentElement.scrollWidth, window: innerWidth,
     dark: matchMedia("(prefers-color-scheme: dark)").matches,
     paper: getComputedStyle(document.querySelector("main")).backgroundColor,
     asked: performance.getEntriesByType("resource").map(entry => entry.name).filter(name => !name.startsWith("data:")),
     pictures: [...document.images].map(image => image.naturalWidth),
+    ends: [...document.querySelectorAll(".picture:not(.large) > *")].map(one => one.getBoundingClientRect().right),
+    tables: [...document.querySelectorAll(".scroll")].filter(box => box.scrollWidth > box.clientWidth).map(box =>
+        [box.tabIndex, getComputedStyle(box).backgroundAttachment]),
 }"""
 SORT = """(() => {
     const table = document.querySelector("table"), cells = () => [...table.tBodies[0].rows].map(row =>
@@ -72,7 +77,7 @@ def pages(run):
 def looked(pages):
     """(page, width, dark) -> what each of the scripts gave."""
     scripts = {"run": [LOOK, SORT, SLIDE, TOGGLE, LOOK, ENLARGE], "compared": [LOOK, LOOK]}
-    cases = [(name, width) for name in scripts for width in (WIDE, PHONE)]
+    cases = [(name, width) for name in scripts for width in (WIDE, TABLET, PHONE)]
     found = {}
     for dark in (False, True):
         loads = [
@@ -90,7 +95,9 @@ def test_pages_fit_their_window_and_request_nothing(looked):
     for (name, width, dark), answers in looked.items():
         for look in (answer for answer in answers if isinstance(answer, dict)):
             assert look["window"] == width
-            assert look["width"] <= width, name
+            assert max([look["width"], *look["ends"]]) <= width, name
+            assert look["tables"] == [[0, "local, local, scroll, scroll"]] * len(look["tables"])
+            assert look["tables"] or (name, width) != ("run", PHONE)
             assert look["asked"] == []
             assert min(look["pictures"], default=999) > 100
             assert look["dark"] is dark
@@ -111,12 +118,13 @@ def test_interactive_parts_of_a_page_work(looked):
         assert drawn > 0
         assert left == 0
         assert large >= 960
-        assert small > width or width == WIDE
+        assert small < width
         assert page <= width
 
 
 def test_type_in_charts_can_be_read_on_phone(pages):
-    sizes = """[...document.querySelectorAll("svg.chart text")].filter(text => text.getClientRects().length).map(text =>
+    sizes = """[...document.querySelectorAll("button.enlarge")].map(button => button.click()) && [
+        ...document.querySelectorAll("svg.chart text")].filter(text => text.getClientRects().length).map(text =>
         parseFloat(getComputedStyle(text).fontSize) * Math.hypot(text.getScreenCTM().a, text.getScreenCTM().b))"""
     pages_of = [{"url": (pages / "run.html").as_uri(), "width": width, "scripts": [sizes]} for width in (WIDE, PHONE)]
     for ((found,),) in zip(in_browser(pages_of), strict=True):
@@ -125,7 +133,10 @@ def test_type_in_charts_can_be_read_on_phone(pages):
 
 def test_nothing_is_cut_in_print(pages, looked):
     pdf = (pages / "run.pdf").read_bytes()
-    assert pdf.startswith(b"%PDF")
+    for page in pages_of(pdf):
+        texts = drawn(page)
+        headings = {y for y, size in texts if size == pytest.approx(HEADING, abs=0.1)}
+        assert min(texts)[0] not in headings, "a heading is alone at the foot of a page"
     assert 3 <= len(re.findall(rb"/Type /Page\b", pdf)) <= 20
     # The print style on a screen as wide as A4 between its margins: what is wider there would be cut on paper.
     (pages / "print.html").write_text((pages / "run.html").read_text().replace("@media print", "@media all"))
