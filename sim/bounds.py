@@ -20,6 +20,10 @@ The least decoding time of one response of L tokens, prompt p, under strategies 
 - by request: as fluid, with the most that a request can get anywhere in its response. Where acceptance falls with
   context, the most in each stretch of it.
 
+An engine's first iteration verifies no draft. A response is in one, which brings its first token, or waits for one on
+its engine: so its path is `first_s`, the least such iteration, and [1, L] instead of [0, L]. Where plain decoding is no
+strategy the first token counts for nothing in all else, as such an iteration may have brought it.
+
 `shared_bound_s`, where all gain alike, weighs the path of every response against the work of all: who is fast takes
 room. A worker that runs b requests under strategy s gives each A_s tokens in an iteration of f_s(b) + c*S seconds. To
 get L tokens within T seconds a response must on average gain L/T tokens per second, and a higher rate means a smaller
@@ -109,7 +113,8 @@ _TOUCHED_BATCHES = (1, 16)
 class Floors:
     """Seconds of iterations on the engines of one shape, at batches of 1 in column 0, of 2 in column 1, and so on.
 
-    `fixed_s` are without the context's share, row r of `regimes[r]`. `options` are tokens, seconds without context and
+    `fixed_s` are without the context's share, row r of `regimes[r]`; `undrafted_s` is that of an engine's first
+    iteration. `options` are tokens, seconds without context and
     seconds per token of it, by strategy and batch size, and `envelopes` those of rates and shares by the largest batch,
     which RL steps of a run share as a rule.
     """
@@ -118,6 +123,7 @@ class Floors:
     costs: CostModel
     regimes: Sequence[Regime]
     fixed_s: Floats
+    undrafted_s: float
     options: Floats
     envelopes: dict[int, Floats] = field(default_factory=dict)
 
@@ -132,6 +138,7 @@ class Floors:
             costs=costs,
             regimes=every,
             fixed_s=np.array([[regime.terms(b)[0] for b in batches] for regime in every]),
+            undrafted_s=min(regimes.undrafted(b, loaded=not regimes.loads_late).terms(b)[0] for b in batches),
             options=np.moveaxis(np.array(options), 2, 0),
         )
 
@@ -143,6 +150,11 @@ class Floors:
     def slope_s(self) -> float:
         """Least seconds per token of context."""
         return float(self.options[2].min())
+
+    @property
+    def uncounted_tokens(self) -> float:
+        """Tokens of each response that no strategy may have brought."""
+        return float(all(regime.strategy.speculates for regime in self.regimes))
 
     @property
     def num_gpus(self) -> int:
@@ -174,10 +186,16 @@ def lower_bound_s(requests: Requests, shapes: Sequence[Floors], acceptance: Acce
     path = [each.costing(each.fixed_s.min(axis=1)) for each in shapes]
     area = [each.costing((each.fixed_s / each.batches).min(axis=1), each.shape.gpus) for each in shapes]
     costs = [np.concatenate(parts, axis=1) for parts in (path, area)]
-    alone_s, held_s = _prefill_s(requests, shapes) + _decoding_s(requests, regimes, costs, acceptance, seed)
+    first_s, begins = 0.0, [shapes[0].uncounted_tokens] * 2
+    if all(floors.costs.max_num_batched_tokens is None for floors in shapes):
+        # Elsewhere its prompt may ride in an iteration that it waits for.
+        least_tokens = int(requests.prompts[requests.lengths > 0].min())
+        first_s, begins[0] = min(each.undrafted_s + each.slope_s * least_tokens for each in shapes), 1.0
+    decoding_s = _decoding_s(requests, regimes, costs, begins, acceptance, seed)
+    alone_s, held_s = _prefill_s(requests, shapes) + decoding_s
     if requests.turns is not None:
         alone_s += np.array(requests.turns.tool_s)[requests.lengths > 0]
-    return float(max(_by_response(requests, alone_s).max(), held_s.sum() / shapes[0].num_gpus))
+    return float(max(first_s + _by_response(requests, alone_s).max(), held_s.sum() / shapes[0].num_gpus))
 
 
 def _prefill_s(requests: Requests, shapes: Sequence[Floors]) -> Floats:
@@ -213,7 +231,8 @@ def fixed_bound_s(requests: Requests, floors: Floors, acceptance: Acceptance | N
             more_s = np.clip(steepest_s.min(axis=1), 0.0, more_s)
         base_s = (fixed_s - more_s[:, None] * batches).min(axis=1)
         costs += [floors.costing(base_s + more_s), floors.costing(more_s)]
-    decoding_s = _decoding_s(requests, floors.regimes, costs, acceptance, seed)
+    begins = [floors.uncounted_tokens] * len(costs)
+    decoding_s = _decoding_s(requests, floors.regimes, costs, begins, acceptance, seed)
     prefill_s = _prefill_s(requests, [floors])[1] / floors.shape.gpus
     bounds_s = []
     for alone_s, added_s in zip(decoding_s[::2], decoding_s[1::2], strict=True):
@@ -265,16 +284,20 @@ def _decoding_s(
     requests: Requests,
     regimes: Sequence[Regime],
     costs: Sequence[Floats],
+    begins: Sequence[float],
     acceptance: Acceptance | None,
     seed: int,
 ) -> Floats:
-    """Least seconds to decode each response that ran: a row for each of `costs`, which `Floors.costing` makes."""
+    """Least seconds to decode each response that ran, from the token at which each row begins.
+
+    A row for each of `costs`, which `Floors.costing` makes.
+    """
     ids = np.flatnonzero(requests.lengths > 0)
     # By costs, regime and response.
     fixed_s, slopes_s = np.moveaxis(np.array(costs), 1, 0)[..., None]
     speculates = any(regime.strategy.speculates for regime in regimes)
     if speculates and acceptance is not None and acceptance.varies_by == "position":
-        return _replayed(requests, ids, regimes, fixed_s, slopes_s, acceptance)
+        return _replayed(requests, ids, regimes, fixed_s, slopes_s, np.array(begins, np.int64), acceptance)
     prompts = requests.prompts[ids].astype(np.float64)
     lengths = requests.lengths[ids].astype(np.float64) - TOLERANCE_TOKENS
 
@@ -300,14 +323,15 @@ def _decoding_s(
     # Acceptance that falls with context has a bound for each stretch of a response.
     longest = float(lengths.max())
     falls = by_request and acceptance is not None and acceptance.at_context(0.0) is not acceptance
-    begins = np.arange(0.0, longest, _STRETCH_TOKENS) if falls else [0.0]
+    stretches = np.arange(0.0, longest, _STRETCH_TOKENS) if falls else [0.0]
     least_s = np.zeros((len(costs), len(ids)))
-    for begin in begins:
+    for begin in stretches:
         gains = np.array([np.broadcast_to(most(regime, float(begin)), len(ids)) for regime in regimes])
         end = np.minimum(lengths, begin + _STRETCH_TOKENS) if falls else lengths
-        width = np.maximum(end - begin, 0.0)
-        ends = [(fixed_s + slopes_s * (prompts + x)) / gains - slopes_s / 2 for x in (begin, begin + width)]
-        least_s += width * (ends[0].min(axis=1) + ends[1].min(axis=1)) / 2
+        start = np.maximum(begin, begins)[:, None, None]
+        width = np.maximum(end - start, 0.0)
+        ends = [(fixed_s + slopes_s * (prompts + x)) / gains - slopes_s / 2 for x in (start, start + width)]
+        least_s += width[:, 0] * (ends[0].min(axis=1) + ends[1].min(axis=1)) / 2
     # Short responses behind short prompts may seem to take less than nothing.
     return np.maximum(least_s, 0.0)
 
@@ -318,9 +342,10 @@ def _replayed(
     regimes: Sequence[Regime],
     fixed_s: Floats,
     slopes_s: Floats,
+    begins: Ints,
     acceptance: Acceptance,
 ) -> Floats:
-    """Shortest path from position 0 to the end, for all costs and responses at once, from the last position back."""
+    """Shortest path to the end, for all costs and responses at once, from the last position back."""
     order = np.argsort(-requests.lengths[ids], kind="stable")
     longest_first = ids[order]
     lengths, prompts = requests.lengths[longest_first], requests.prompts[longest_first]
@@ -343,7 +368,9 @@ def _replayed(
         seconds = fixed_s + best[:, np.arange(active), column] + slopes_s * context
         best[:, :active, tokens_left % window] = seconds.min(axis=1)
     result = np.empty(best.shape[:2])
-    result[:, order] = best[:, np.arange(len(order)), lengths % window]
+    wanted = lengths - begins[:, None]
+    columns = np.where(wanted > 0, wanted % window, window)
+    result[:, order] = best[np.arange(len(best))[:, None], np.arange(len(order)), columns]
     return result
 
 
@@ -355,7 +382,7 @@ def shared_bound_s(requests: Requests, shapes: Sequence[Floors]) -> float:
         return 0.0  # An iteration without a fixed cost has no rate: only the other bounds hold.
     rate, gpus = envelope(*np.concatenate([floors.envelope() for floors in shapes], axis=1))
     gain = max(floors.options[0].max() for floors in shapes)
-    lengths = requests.lengths[ids] - TOLERANCE_TOKENS
+    lengths = requests.lengths[ids] - TOLERANCE_TOKENS - shapes[0].uncounted_tokens
     prompts = requests.prompts[ids].astype(np.float64)
     contexts = np.maximum((prompts * lengths + lengths**2 / 2) / gain - lengths / 2, 0.0)
     slopes_s = [min(each.slope_s for each in shapes), min(each.shape.gpus * each.slope_s for each in shapes)]

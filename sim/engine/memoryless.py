@@ -15,7 +15,7 @@ import numpy as np
 
 from tltlab.arrays import Array, Flags, Floats
 from tltlab.records import frozen
-from tltlab.state import Choice, StepState
+from tltlab.state import NO_CHOICE, Choice, StepState
 
 from .batch import TOLERANCE_TOKENS
 from .log import Columns
@@ -28,8 +28,9 @@ class Drained:
     """Macro-steps of workers until `down_to` requests are left, in rows and columns as `residents`.
 
     A macro-step has `counts` iterations, 0 where none begins, in `seconds`, with a drafter `loaded` or not yet;
-    `growth` is what each adds to the `context` before it. Residents end at `finish_s`; a worker's first iteration ends
-    at `first_s`.
+    `growth` is what each adds to the `context` before it. In front of the residents' columns is that of a first
+    iteration which verifies no draft though the choice drafts. Macro-steps, and the residents of their columns, end at
+    `finish_s`; a worker's first iteration ends at `first_s`.
     """
 
     choices: MemorylessChoices
@@ -49,9 +50,10 @@ class Drained:
         """Return the macro-steps of these rows' workers, one worker after another."""
         of, at = np.nonzero(self.counts[rows])
         row = np.asarray(rows, np.int64)[of]
-        batch, counts, num_steps = self.counts.shape[1] + self.down_to - at, self.counts[row, at], len(at)
-        codes, chosen_at = np.unique(2 * batch + self.loaded[row, at], return_inverse=True)
-        options = [self.choices.of(code // 2, bool(code % 2)) for code in codes.tolist()]
+        opens, counts, num_steps = at == 0, self.counts[row, at], len(at)
+        batch = self.counts.shape[1] + self.down_to - np.maximum(at, self.residents.present.argmax(axis=1)[row] + 1)
+        codes, chosen_at = np.unique(3 * batch + np.where(opens, 2, self.loaded[row, at]), return_inverse=True)
+        options = [self.choices.of(code // 3, loaded=code % 3) for code in codes.tolist()]
         chosen = [options[i] for i in chosen_at.tolist()]
         first = np.diff(of, prepend=-1) > 0
         to_prefill = self.residents.to_prefill
@@ -69,7 +71,7 @@ class Drained:
             seconds=seconds,
             context_tokens=self.context[row, at],
             tokens=counts * self.growth[row, at],
-            is_decision=np.ones(num_steps, dtype=bool),
+            is_decision=~opens,
             bucket=[choice.bucket for choice, _ in chosen],
             propensity=np.array([choice.propensity for choice, _ in chosen]),
             reward=[None] * num_steps,
@@ -118,8 +120,13 @@ class MemorylessChoices:
             self._terms = np.append(self._terms, np.array(terms, np.float64).T, axis=1)
         return self
 
-    def of(self, batch: int, loaded: bool) -> tuple[Choice, Regime]:
-        """The choice at a batch that `up_to` has reached, and its regime where a drafter is loaded, or not yet."""
+    def of(self, batch: int, loaded: int) -> tuple[Choice, Regime]:
+        """The choice at a batch that `up_to` has reached, and its regime where a drafter is loaded, or not yet.
+
+        2 stands for a first iteration, which verifies no draft.
+        """
+        if loaded == 2:
+            return NO_CHOICE, self._regimes.undrafted(batch)
         choice, regime = self._by_batch[batch - 1]
         return choice, regime if loaded else self._regimes.at(choice.strategy, batch, loaded=False)
 
@@ -133,60 +140,66 @@ class MemorylessChoices:
         *,
         start_s: float,
         rl_step: int,
-        from_the_start: bool = True,
+        from_the_start: bool = False,
         drafter_ready: bool = False,
         down_to: int = 0,
     ) -> Drained:
         """Run residents to their ends after a prefill of each worker.
 
         `down_to` further residents, which lack at least as much, keep running. A switch is paid when speculation first
-        comes in, unless the rollout begins here and with it.
+        comes in, unless the rollout begins here and with it; then the first iteration has no draft to verify.
         """
         workers, n = np.arange(len(residents.remaining)), residents.remaining.shape[1]
         self.up_to(n + down_to, rl_step)
         costs = self._regimes.costs
         prefill_s = np.array([costs.prefill_s(tokens) for tokens in residents.to_prefill.tolist()])
         begin = workers, residents.present.argmax(axis=1)
+        sizes = n - begin[1] + down_to
+        opens = residents.present[:, -1] & (self._terms[4, sizes] > 0) & from_the_start
+        opening_s = np.zeros(len(workers))
+        for worker in np.flatnonzero(opens).tolist():
+            regime, size = self._regimes.undrafted(int(sizes[worker])), int(sizes[worker])
+            context_tokens = float(residents.context_sums[worker, begin[1][worker]])
+            fixed, slope = regime.terms(size)
+            opening_s[worker] = fixed + slope * context_tokens
         batch = np.arange(n, 0, -1) + down_to
         tokens, fixed_s, unloaded_s, slope_s, speculates = self._terms[:, n + down_to : down_to : -1]
-        counts, clocks = _drain_uniform(residents.remaining, tokens)
+        counts, clocks = _drain_uniform(residents.remaining, tokens, opens)
         context, growth = residents.context_sums + batch * clocks, np.broadcast_to(batch * tokens, counts.shape)
         loaded, switches = np.ones(counts.shape, dtype=bool), np.zeros(counts.shape)
         if self._regimes.loads_late and not drafter_ready:
-            drafts = (counts > 0) & (speculates > 0)
+            drafts = ((counts > 0) & (speculates > 0)) | opens[:, None]
             loaded = np.logical_or.accumulate(drafts, axis=1)
             switch = drafts.argmax(axis=1)
-            paid = loaded[:, -1] & ((switch > begin[1]) | (not from_the_start))
+            paid = loaded[:, -1] & ~opens
             switches[workers[paid], switch[paid]] = costs.switch_s
             fixed_s = np.where(loaded, fixed_s, unloaded_s)
         first_s = fixed_s + slope_s * context
         seconds = counts * first_s + slope_s * growth * (counts * (counts - 1) / 2)
-        spent = seconds + switches
-        spent[begin] += prefill_s
         return Drained(
             choices=self,
             residents=residents,
-            finish_s=start_s + np.cumsum(spent, axis=1),
-            first_s=start_s + (prefill_s + switches[begin] + first_s[begin]),
-            switch_s=switches,
+            finish_s=start_s + np.cumsum(np.column_stack([prefill_s + opening_s, seconds + switches]), axis=1),
+            first_s=start_s + (prefill_s + np.where(opens, opening_s, switches[begin] + first_s[begin])),
+            switch_s=np.column_stack([np.zeros(len(workers)), switches]),
             prefill_s=prefill_s,
-            counts=counts,
-            seconds=seconds,
-            context=context,
-            growth=growth,
-            loaded=loaded,
+            counts=np.column_stack([opens, counts]),
+            seconds=np.column_stack([opening_s, seconds]),
+            context=np.column_stack([residents.context_sums[begin], context]),
+            growth=np.column_stack([sizes, growth]),
+            loaded=np.column_stack([opens, loaded]),
             down_to=down_to,
         )
 
 
-def _drain_uniform(remaining: Floats, tokens: Floats) -> tuple[Floats, Floats]:
+def _drain_uniform(remaining: Floats, tokens: Floats, gained: Array) -> tuple[Floats, Floats]:
     """Macro-steps until all are done whose `remaining` tokens ascend along each row; all gain `tokens[c]` in column c.
 
-    Returns the iterations of each, and the tokens that a request gained before it. While the gain stays the same the
-    clock need not be advanced event by event.
+    Each request of a row has `gained` a token or none. Returns the iterations of each, and the tokens that a request
+    gained before it. While the gain stays the same the clock need not be advanced event by event.
     """
     counts, clocks = np.zeros(remaining.shape), np.zeros(remaining.shape)
-    clock = passed = np.zeros((len(remaining), 1))
+    clock = passed = gained[:, None].astype(np.float64)
     for begin, end in _runs(tokens):
         gain, run = tokens[begin], remaining[:, begin:end]
         steps = np.maximum(np.ceil((run - clock - TOLERANCE_TOKENS) / gain), 1.0)

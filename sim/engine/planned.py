@@ -34,7 +34,7 @@ from tltlab.planning.rollout import (
     Shape,
 )
 from tltlab.planning.rollout_driver import PlanDriver, shared_out
-from tltlab.state import NO_CHOICE, Key
+from tltlab.state import Key
 
 from .record import Beside, SimulatedRollout
 from .requests import Requests, check_fits
@@ -108,8 +108,7 @@ class PlannedWorker(Worker):
             if self.closing:
                 break
             if self.scheduler.is_done:
-                self.driver.idle()
-                self.in_force, self.decided, self.asked_at = NO_CHOICE, False, (0, 0)
+                self._idle()
                 self._called = env.event()
                 yield self._called
             else:

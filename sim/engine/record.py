@@ -115,7 +115,7 @@ class SimulatedRollout:
         """Record what was run in closed form, its rows being these workers'."""
         present = drained.residents.present
         requests = drained.residents.requests[present]
-        self.finish_s[requests] = drained.finish_s[present]
+        self.finish_s[requests] = drained.finish_s[:, 1:][present]
         self.note_first_tokens(requests, np.broadcast_to(drained.first_s[:, None], present.shape)[present])
         for row, worker in enumerate(workers):
             if present[row, -1]:

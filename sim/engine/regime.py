@@ -12,7 +12,7 @@ from tltlab.costs.base import CostModel, IterationCost
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.records import frozen
-from tltlab.strategy import Strategy, drafters_of
+from tltlab.strategy import NO_SPECULATION, Strategy, drafters_of
 
 from .requests import Requests
 
@@ -82,6 +82,11 @@ class Regimes:
                 self._by_model[key] = self._regime(strategy, model, self._loaded and loaded)
             regime = self._by_batch[strategy, batch, loaded] = self._by_model[key]
         return regime
+
+    def undrafted(self, batch: int, *, loaded: bool = True) -> Regime:
+        """The regime of an engine's first iteration, plain whatever the policy; one that it could not have chosen pays
+        for no loaded drafter."""
+        return self.at(NO_SPECULATION, batch, loaded=loaded and NO_SPECULATION in self.strategies)
 
     def _regime(self, strategy: Strategy, acceptance: Acceptance | None, loaded: bool) -> Regime:
         tokens, drafted, cdf = 1.0, 0.0, None

@@ -12,9 +12,10 @@ memoryless policy does, else one (`decision_block`). In each, in order:
     settle     requests that have ended leave, their groups and budgets learn
     tell       the outcome of the choice that was verified                  `PolicyDriver`
 
-So a policy that learns is one choice ahead of its outcomes, as in an engine, and the first iteration of a rollout
-drafts nothing. A memoryless policy does not depend on the delay, so its choice holds at once; so does one for a block
-of iterations (`decision_block`), whose outcome then comes after the next block's choice.
+So a policy that learns is one choice ahead of its outcomes, as in an engine. A memoryless policy does not depend on
+the delay, so its choice holds at once; so does one for a block of iterations (`decision_block`), whose outcome then
+comes after the next block's choice. Whatever the policy, the first iteration of an engine that had nothing to do
+verifies no draft: nobody was there to draft for (`NO_CHOICE`).
 
 Once nothing waits, a memoryless policy over requests whose gains stay the same has a closed form: one timeout to the
 end. Where gains are drawn or replayed, one timeout passes all iterations before it first drafts. A choice that stays as
@@ -40,7 +41,6 @@ from tltlab.policies.driver import PolicyDriver
 from tltlab.policies.selector import Selector
 from tltlab.sim.idle_training import IdleUse
 from tltlab.state import NO_CHOICE, Choice, DrafterState, StepOutcome, StepState
-from tltlab.strategy import NO_SPECULATION
 
 from .admission import MOST_ITERATIONS, RequestFeed
 from .batch import Batch, MacroStep, RequestsView
@@ -166,7 +166,8 @@ class RolloutSimulator:
         )
 
     def _drain_all(self, result: SimulatedRollout, residents: Residents) -> None:
-        drained = self.choices.drain(residents, start_s=self.costs.outside_s, rl_step=result.requests.rl_step)
+        start_s, rl_step = self.costs.outside_s, result.requests.rl_step
+        drained = self.choices.drain(residents, start_s=start_s, rl_step=rl_step, from_the_start=True)
         result.note_drained(drained, range(len(result.logs)))
         result.drained = drained
         result.worker_end_s = np.where(residents.present[:, -1], drained.finish_s[:, -1], 0.0).tolist()
@@ -245,10 +246,8 @@ class Worker:
         scheduler = self.scheduler
         while (self.away or not scheduler.is_done) and not (self.feed is not None and self.feed.stopped):
             if scheduler.is_done:
-                if self.ahead:
-                    # All requests are away: what was chosen for the next iteration has no meaning.
-                    self.driver.idle()
-                    self.in_force, self.decided = NO_CHOICE, False
+                # All requests are away: what was chosen for the next iteration has no meaning.
+                self._idle()
                 # Its time is not compared: a timeout may end an ulp before it.
                 back: Any = env.timeout(max(0.0, self.away[0][0] - env.now))
                 yield back if self.feed is None else back | self.stop
@@ -283,10 +282,11 @@ class Worker:
         choice, is_decision, switch_s = asked
         prefill_s = self.simulator.costs.prefill_s(up_front) if up_front else 0.0
         regimes = self.simulator.regimes
-        # A plain iteration that the policy could not have chosen, a rollout's first, pays for no loaded drafter.
-        listed = choice is not NO_CHOICE or NO_SPECULATION in regimes.strategies
-        loaded = listed and (self.drafter_ready or not regimes.loads_late)
-        regime = regimes.at(choice.strategy, batch, loaded=loaded)
+        loaded = self.drafter_ready or not regimes.loads_late
+        if choice is NO_CHOICE:
+            regime, most = regimes.undrafted(batch, loaded=loaded), 1.0
+        else:
+            regime = regimes.at(choice.strategy, batch, loaded=loaded)
         if not self.keeps:
             most = min(most, self.simulator.decision_block)
         if self.feed is not None:
@@ -316,18 +316,28 @@ class Worker:
     def _ask(self, batch: int, waiting: int) -> Asked:
         """Ask the policy where it is to choose anew."""
         anew, self.asked_at = (batch, waiting) != self.asked_at, (batch, waiting)
+        verified, decided = self.in_force, self.decided
+        ahead = self.ahead or verified is NO_CHOICE
         if self.memoryless:
             if anew:
                 self.in_force = self.simulator.choices.choose(batch, waiting, self.requests.rl_step)
-            return Asked(self.in_force, anew, self._switch_s(self.in_force))
-        verified, decided = self.in_force, self.decided
+            switch_s = self._switch_s(self.in_force)
+            if ahead and self.in_force.strategy.speculates:
+                self.asked_at = (0, 0)
+                return Asked(verified, False, switch_s)
+            return Asked(self.in_force, anew, switch_s)
         chosen = self.driver.again(batch, waiting, self.requests.rl_step)
         if chosen is None:
             chosen = self.driver.ask(self._state(batch, waiting))
         self.in_force, self.decided = chosen, True
         self.keeps = chosen.stays and (verified == chosen or not self.ahead) and self._needs_no_outcome
         switch_s = 0.0 if self.drafter_ready else self._switch_s(chosen)
-        return Asked(verified, decided, switch_s) if self.ahead else Asked(chosen, True, switch_s)
+        return Asked(verified, decided, switch_s) if ahead else Asked(chosen, True, switch_s)
+
+    def _idle(self) -> None:
+        """Nothing runs: no draft will be there for the next iteration."""
+        self.driver.idle()
+        self.in_force, self.decided, self.asked_at = NO_CHOICE, False, (0, 0)
 
     def _state(self, batch: int, waiting: int) -> StepState:
         return StepState(
@@ -433,9 +443,9 @@ class Worker:
             choices, least = self.simulator.keeping(kept), max(0, kept.least_batch - 1)
         if self.batch.peak_kv_tokens > self.scheduler.kv_capacity_tokens:
             return choices, batch
-        if self.batch.is_steady and not least:
-            return choices, 0
         drafted = choices.up_to(batch, self.requests.rl_step).largest_drafting_batch(batch)
+        if self.batch.is_steady and not least and (self.in_force is not NO_CHOICE or drafted < batch):
+            return choices, 0
         return choices, max(least, drafted)
 
     def _drain(self, choices: MemorylessChoices, down_to: int, to_prefill: float, now: float) -> float:
@@ -448,10 +458,10 @@ class Worker:
             residents.but_last(down_to),
             start_s=now,
             rl_step=self.requests.rl_step,
-            from_the_start=not self.iteration,
             drafter_ready=self.drafter_ready,
             down_to=down_to,
         )
+        self.in_force = choices.choose(len(running), 0, self.requests.rl_step)
         self.rollout.note_drained(drained, [self.index])
         end_s = float(drained.finish_s[0, -1])
         if down_to:

@@ -7,6 +7,7 @@ tokens kept of each draft and the seconds of each iteration, and schedules by it
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -14,6 +15,7 @@ from tltlab.acceptance.base import ConstantAcceptance
 from tltlab.costs.linear import LinearCosts
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.selector import Selector
+from tltlab.policies.simple import Fixed
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.tracker import Iteration
@@ -176,9 +178,9 @@ class Engine:
         return iterations.to_pandas()
 
 
-def engine_calls(story, hold):
-    """Calls of the policy beside the engine, and the iterations of each RL step."""
-    clock, policy = Clock(), Recording(hold)
+def engine_iterations(story, policy):
+    """The iterations of each RL step, with a policy beside the engine."""
+    clock = Clock()
     pool = DrafterPool({"learned": LearnedSpec(method="eagle", model="a/head")}, 4)
     control = Control(pool, clock=clock)
     control.set_selector(policy)
@@ -188,12 +190,12 @@ def engine_calls(story, hold):
             pool.updated(updates=10 * rl_step)
         iterations.append(engine.play(rl_step))
     assert bool(engine.preemptions) == (story.capacity_tokens is not None)
-    return policy.calls, iterations
+    return iterations
 
 
-def simulated_calls(story, hold, iterations):
-    """Calls of the policy in the simulator's worker."""
-    policy = Recording(hold)
+def simulated_depths(story, policy, iterations):
+    """Depths that each iteration verifies in the simulator's worker."""
+    depths = []
     costs = LinearCosts(
         base_s=0.0, per_request_s=0.0, per_token_s=0.0, per_context_s=0.0, sd_base_s=0.0, sd_idle_s=0.0,
         draft_level_s=0.0, draft_level_per_request_s=0.0, prefill_per_token_s=0.0, max_num_seqs=story.most_running,
@@ -204,8 +206,9 @@ def simulated_calls(story, hold, iterations):
         state = DrafterState(updates=10 * step.rl_step)
         simulator.drafters = {"learned": state}
         simulator.prepare(Regimes(STRATEGIES, costs, ConstantAcceptance(tokens=1.0)), recorded_batches(rows))
-        simulator.rollout(step, [list(range(len(step)))])
-    return policy.calls
+        log = simulator.rollout(step, [list(range(len(step)))]).logs[0].columns
+        depths.append(np.repeat([regime.strategy.draft_depth for regime in log.regime], log.num_iterations).tolist())
+    return depths
 
 
 def trace_of(story):
@@ -238,9 +241,19 @@ STORIES = {
 @pytest.mark.parametrize("hold", [1, 3])
 @pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
 def test_a_policy_gets_the_same_calls_everywhere(story, hold):
-    beside_engine, iterations = engine_calls(story, hold)
-    simulated = simulated_calls(story, hold, iterations)
-    for n, (engine, simulator) in enumerate(zip(beside_engine, simulated, strict=False)):
+    beside_engine, simulated = Recording(hold), Recording(hold)
+    simulated_depths(story, simulated, engine_iterations(story, beside_engine))
+    for n, (engine, simulator) in enumerate(zip(beside_engine.calls, simulated.calls, strict=False)):
         assert engine == simulator, f"call {n}"
-    assert len(beside_engine) == len(simulated)
-    assert {call[0] for call in simulated} == ({"choose", "observe"} if len(simulated) > 2 else {"choose"})
+    assert len(beside_engine.calls) == len(simulated.calls)
+    assert {call[0] for call in simulated.calls} == {"choose", "observe"}
+
+
+@pytest.mark.parametrize("story", [name for name in STORIES if name != "memory runs out"])
+def test_a_memoryless_policy_s_first_iterations_verify_no_draft(story):
+    """Its choices hold at once in the simulator, but for the first."""
+    fixed = Fixed(STRATEGIES[2])
+    iterations = engine_iterations(STORIES[story], fixed)
+    depths = [rows["draft_depth"].tolist() for rows in iterations]
+    assert simulated_depths(STORIES[story], fixed, iterations) == depths
+    assert all(first == 0 for first, *_ in depths)

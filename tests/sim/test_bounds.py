@@ -78,7 +78,7 @@ def optimum(small):
     iteration.
 
     A worker may leave any request out of an iteration and take it up again without prefilling it anew, which engines
-    cannot do; so nothing that an engine can do is faster.
+    cannot do; so nothing that an engine can do is faster. A worker's first iteration has no draft to verify.
     """
     n, gain, costs = len(small.lengths), small.gain(), small.costs
     seats = costs.max_num_seqs or n
@@ -87,7 +87,7 @@ def optimum(small):
         return generated >= small.lengths[request] - 1e-6
 
     @cache
-    def left_s(state):
+    def left_s(state, strategies=small.strategies):
         """Least seconds to the end; a state is the tokens generated per request, None when finished."""
         todo = [i for i, at in enumerate(state) if at is not None]
         if not todo:
@@ -100,17 +100,18 @@ def optimum(small):
                 if size > 1 and costs.kv_capacity_tokens and context + size > costs.kv_capacity_tokens + 1e-6:
                     continue
                 prefill = costs.prefill_s(sum(small.prompts[i] for i in batch if state[i] == 0.0))
-                for strategy in small.strategies:
+                for strategy in strategies:
                     after = list(state)
                     for i, generated in at:
                         more = round(generated + gain(i, generated, strategy), 9)
                         after[i] = None if over(i, more) else more
-                    now = prefill + seconds(costs, small.strategies, strategy, size, context)
+                    loaded = small.strategies if strategy in small.strategies else ()
+                    now = prefill + seconds(costs, loaded, strategy, size, context)
                     best = min(best, now + left_s(tuple(after)))
         return best
 
     def worker_s(assigned):
-        return left_s(tuple(0.0 if i in assigned else None for i in range(n)))
+        return left_s(tuple(0.0 if i in assigned else None for i in range(n)), (NO_SPECULATION,))
 
     splits = product(range(small.workers), repeat=n)
     return min(
@@ -135,7 +136,6 @@ def simulated(small, rule="last", placement="round_robin"):
     result = simulate(
         small.trace(), policy, costs=small.costs, acceptance=small.acceptance, workers=small.workers,
         placement=placement, seed=small.seed,
-        decision_block=2,  # Choices hold at once, so that no rollout begins with plain decoding that is not listed.
     )  # fmt: skip
     return result.makespan_s, *result.scenario.bounds_s(small.strategies)[:, 0]
 
@@ -247,11 +247,15 @@ def moving_optimum(small, shapes):
         best = float("inf") if todo else max(ready_s)
         for costs, on in engines:
             for size in range(1, min(len(todo), costs.max_num_seqs or num) + 1):
-                for batch, strategy in product(combinations(todo, size), small.strategies):
+                for batch, strategy in product(combinations(todo, size), {*small.strategies, NO_SPECULATION}):
+                    # An engine's first iteration, and one of requests that all have no token yet, verifies no draft.
+                    if strategy not in (small.strategies if any(tokens[i] for i in batch) else {NO_SPECULATION}):
+                        continue
                     start_s = max(0.0, *(free_s[g] for g in on), *(ready_s[i] for i in batch))
                     end_s = start_s + costs.prefill_s(sum(small.prompts[i] for i in batch if not tokens[i]))
                     context = sum(small.prompts[i] + tokens[i] for i in batch)
-                    end_s += seconds(costs, small.strategies, strategy, size, context)
+                    loaded = small.strategies if strategy in small.strategies else ()
+                    end_s += seconds(costs, loaded, strategy, size, context)
                     ready = [round(max(0.0, (end_s if i in batch else t) - start_s), 9) for i, t in enumerate(ready_s)]
                     # Whose times are the same does not matter where shapes are of one GPU or of all.
                     free = sorted(round(max(0.0, (end_s if g in on else t) - start_s), 9) for g, t in enumerate(free_s))

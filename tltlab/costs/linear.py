@@ -157,7 +157,7 @@ def _recorded(rows: Iterations, notes: list[str]) -> dict[str, Any]:
     _note_unidentified(terms, notes)
     if rows.spec.any() and terms.get("per_token_s") is None:
         notes.append("per_token_s is not identified: drafts of one size only do not separate it from other terms")
-    elif rows.spec.all() and terms["sd_base_s"] is None:
+    elif _drafts_but_in_prefill(rows) and terms["sd_base_s"] is None:
         terms["sd_base_s"] = 0.0
         notes.append("every iteration speculates: sd_base_s is inside base_s and written 0")
     return terms
@@ -203,10 +203,18 @@ def _verification(rows: Iterations, *, far: bool) -> dict[str, Floats]:
         "per_token_s": rows.verified,
         "prefill_per_token_s": rows.prefill,
     }
+    if _drafts_but_in_prefill(rows):
+        # What sets first iterations apart is their prefill.
+        columns |= {name: columns.pop(name) for name in ("sd_base_s", "per_token_s")}
     if far:
         columns["per_token_s"] = np.minimum(rows.verified, FAR_TOKENS)
         columns["far_token_s"] = np.maximum(rows.verified - FAR_TOKENS, 0.0)
     return columns
+
+
+def _drafts_but_in_prefill(rows: Iterations) -> bool:
+    """True if every iteration speculates but those that prefill, as an engine's first does under a fixed draft."""
+    return bool((rows.spec | (rows.prefill > 0)).all())
 
 
 def _drafting(rows: Iterations) -> dict[str, Floats]:

