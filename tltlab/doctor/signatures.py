@@ -52,6 +52,7 @@ FLIPS_PER_100 = 10  # on-off switches per 100 iterations: as many as a hold of 1
 STARVED = 0.95  # mean length trained on over that generated below which the policy is taught to be short
 WAITING = 0.02  # share of the time spent waiting, for trainers or the host, from which it is worth a setting
 QUOTE_LETTERS = 240
+LINE_LETTERS = 1 << 12  # of a line that are looked at
 LINES_BEFORE = 40  # lines before an error that belong to it: a traceback through vLLM has some 30
 GROWN_SHARE = 0.1  # share of the RL step by which a stage must grow: below it there is little to gain
 LARGE_SHARE = 0.3  # share of the RL step from which a stage that grew is a problem
@@ -223,7 +224,7 @@ def _lines(run: RunEvidence) -> Iterator[_LogLine]:
         rl_step = rl_step if isinstance(rl_step := event.get("rl_step"), int) else None
         yield _LogLine(str(event.get("event", "")), "events.jsonl", rl_step=rl_step)
     for name, text in run.logs.items():
-        lines = text.splitlines()
+        lines = [line[:LINE_LETTERS] for line in text.splitlines()]
         for number, line in enumerate(lines):
             yield _LogLine(line, name, before="\n".join(lines[max(0, number - LINES_BEFORE) : number]))
 

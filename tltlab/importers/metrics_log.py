@@ -27,28 +27,29 @@ from .step_metrics import ANY, FORMS, KNOWN, Form, Record, plain_key
 
 EVENT_FILES = "events.out.tfevents*"
 """Files of metrics that TensorBoard leaves in its own folders."""
+# Texts are anybody's: each pattern has one place where it may begin, and takes no character twice.
 _NUMBER = re.compile(
-    r"(?:[A-Za-z][\w.]*\()?([-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d*)?(?:[eE][-+]?(?:\d{2,}|[1-9]))?)\)?"
-    r"\s*([A-Za-z%][A-Za-z/%]*)?(?:\s*\([-+.\d]+%\))?"
+    r"\A(?:[A-Za-z][\w.]*+\()?([-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d*)?(?:[eE][-+]?(?:\d{2,}|[1-9]))?)\)?"
+    r"\s*+([A-Za-z%][A-Za-z/%]*+)?(?:\s*+\([-+.\d]++%\))?"
 )
-_ITEM = re.compile(r"([A-Za-z][\w/.@-]*)\s*[=:|│]\s*([-+]?\d[\d,.]*)")
+_ITEM = re.compile(r"(?<![\w/.@-])([A-Za-z][\w/.@-]*+)\s*+[=:|│]\s*+[-+]?\d")
 _OF_TRAINING = re.compile(r"loss|reward|step|iter|entropy|(^|[/_.])kl($|[/_.])|len")
 _JSON_QUOTES = re.compile(r"[\"']")
-_NAME = re.compile(r"(?<![\w/])[A-Za-z][\w/.@-]*[/_][\w/.@-]+(?![\w/])")
+_NAME = re.compile(r"(?<![\w/.@-])[A-Za-z](?=(?:[^\W_]|[.@-])*+[/_][\w/.@-])[\w/.@-]*+")
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\]8;[^\x07\x1b]*(?:\x07|\x1b\\)")
 _RAY = re.compile(r"\(\w+ pid=\d+(?:, ip=[\d.]+)?\) ?")
-_RAY_REPEATS = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
+_RAY_REPEATS = re.compile(r"(?<!\s)\s*+\[repeated \d+x across cluster\].*$")
 _SCRAPE = re.compile(rb"# (HELP|TYPE) |vllm:\w")
 _DICT_ITEM = re.compile(
-    r"""(['"])(.+?)\1\s*:\s*('[^']*'|"[^"]*"|\[[^\[\]]*\]|[^,{}'"\[\]()]+(?:\([^()]*\))?)\s*(?=[,}])"""
+    r"""(['"])((?:(?!\1).){1,256})\1\s*+:\s*+('[^']*'|"[^"]*"|\[[^\[\]]*\]|[^,{}'"\[\]()]++(?:\([^()]*\))?)\s*+(?=[,}])"""
 )
 _BAR = re.compile(r"[│┃|]")
-_EQUALS = re.compile(r"([\w./@-]+)=(\S+?)(?:[,;|]*)(?=\s|$)")
+_EQUALS = re.compile(r"(?<![\w./@-])([\w./@-]++)=(\S++)")
 _REST = re.compile(r"""['"]\s*:|\}|- [\w/@.-]+:|^\s*[\w/@.-]+:\s*[-+\d.]""")
-_REST_OF_ROW = re.compile(r"\s*[^\s│┃|].*[│┃|]")
+_REST_OF_ROW = re.compile(r"\A\s*+[^\s│┃|][^│┃|]*+[│┃|]")
 """A line after one that ends within a record, if it has the rest."""
-_NEXT_ITEM = re.compile(r"\s*[-+\d.eE]*\s*- [\w/@.-]+:|\s*[-+\d.eE]+ [\w/@.-]+=")
-_ONE_WORD = re.compile(r"\s*[^\s\[\]()]*[\d/_:=%][^\s\[\]()]*\s*")
+_NEXT_ITEM = re.compile(r"\A\s*+(?:(?:[+\d.eE]|-(?! ))*+\s*+- [\w/@.-]++:|[-+\d.eE]++ [\w/@.-]++=)")
+_ONE_WORD = re.compile(r"\A\s*+(?=\S*?[\d/_:=%])[^\s\[\]()]++\s*+")
 _TRIMMED = 2
 """Blanks at most that a terminal takes from the end of a wrapped line: those of a separator."""
 _MOST_LINE_BYTES = 1 << 20
@@ -93,7 +94,7 @@ def unknown_log(path: Path) -> str | None:
     except OSError:
         return None
     for number, line in enumerate(text.splitlines(), 1):
-        names = [name for name, _ in _ITEM.findall(line)]
+        names = _ITEM.findall(line)
         if len(names) > 2 and any(map(_OF_TRAINING.search, names)):
             return (
                 f"{path}, line {number}: metrics of an unknown framework ({', '.join(names[:3])}, ...); known are "
@@ -261,7 +262,7 @@ def _items(form: Form, text: str) -> tuple[dict[str, Any], str | None, bool]:
         cells = [cell.strip() for cell in _BAR.split(text)]
         return dict(zip(cells[1:-1:2], cells[2:-1:2], strict=False)), None, bool(cells[-1])
     if form.items == "equals":
-        fields = dict(_EQUALS.findall(text))
+        fields = {name: value.rstrip(",;|") for name, value in _EQUALS.findall(text)}
         return fields, next(reversed(fields), None), False
     items = [item.partition(":") for item in text.split(form.items)]
     fields = {name.strip(): value.strip() for name, colon, value in items if colon}

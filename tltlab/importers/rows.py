@@ -30,7 +30,7 @@ from .token_counts import NoTokenCounter, TokenCounter, token_counter
 Lists = Literal["lengths", "ids"]
 _MOST_FIELDS, _MOST_DEPTH = 256, 32
 """Most levels of objects within a record that are taken apart."""
-_STEP_OF_NAME = re.compile(r"(?:.*?[_.-])?(?:step)?(\d+)")
+_STEP_OF_NAME = re.compile(r"\A(?:.*?[_.-])?(?:step)?(\d+)")
 BY_OPTION = "`tltlab trace import` and `tltlab what-if` take {}"
 TABLES = (".csv", ".tsv", ".tab")
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *TABLES)

@@ -105,6 +105,8 @@ _ANY = {name: re.compile(pattern) for name, pattern in _TABLE["any"].items() if 
 _NO_SECONDS = _ANY.pop("no_seconds")
 _TIMERS = re.compile("|".join(sorted({framework.timers.pattern for framework in FRAMEWORKS})))
 _DRAFTER_TRAINING = _ANY["drafter_training"]
+_MOST_LETTERS = 256
+"""Most letters of a metric's name."""
 _TRL_CALL = re.compile(r"^profiling/Time taken: \w+\.")
 
 MOST_RESPONSES = 1 << 22
@@ -121,6 +123,8 @@ def plain_key(key: str) -> str | None:
     A prefix `train/`, which TensorBoard and W&B have, is no part of it, nor what comes before the name of a call in
     TRL's `profiling/Time taken: GRPOTrainer.vLLM.generate`.
     """
+    if len(key) > _MOST_LETTERS:
+        return None
     key = _TRL_CALL.sub("profiling/", key.strip().removeprefix("train/"))
     if key in _KNOWN or (_TIMERS.search(key) and not _NO_SECONDS.search(key)):
         return key
