@@ -1,7 +1,6 @@
 """A trace that an engine writes by itself, without tltlab's trainer: `vllm_options(record=...)`.
 
-Requests with keys have their RL step in the key. Requests without keys are put into RL steps by weight updates, or by
-sessions (`Grouping`).
+Requests with keys have their RL step in the key; `Grouping` puts those without keys into RL steps.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from datetime import UTC, datetime
 from itertools import chain, count
 from pathlib import Path
 from threading import Event, Thread
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
@@ -63,19 +62,28 @@ BRINGS_WEIGHTS = re.compile(r"(update|load|receive|sync|finish)\w*_(weight|param
 """Methods of vLLM's workers that load new weights or end such an update: `reload_weights`, not `init_weights`."""
 
 
+RlStepEnd = Literal["update", "call", "gap"]
+"""What ends an RL step of requests without keys, see `Grouping`."""
+
+
 class Grouping:
-    """Grouping of requests without keys into RL steps: between two weight updates or, without updates, by session.
+    """Grouping of requests without keys into RL steps, by what ends one.
+
+    update: a weight update. call: the next `LLM.generate`, `chat` or `beam_search` of an offline program. gap: an idle
+    gap longer than `GAP_S` and than `GAP_SHARE` of the RL step. Without a `rule` it is the first of these that the
+    engine has seen.
 
     `version` counts weight updates. Several update calls with no progress between them are one update, and calls before
-    the first request are none. After the first update only updates end an RL step. Before, a session ends with an idle
-    gap longer than `GAP_S` and than `GAP_SHARE` of the session.
+    the first request are none.
     """
 
     GAP_S: ClassVar[float] = 1.0
     GAP_SHARE: ClassVar[float] = 0.1
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, rule: RlStepEnd | None) -> None:
         self.version = 0
+        self._given = rule
+        self._is_offline = self._is_called = False
         self._clock = clock
         self._start_s = self._leave_s = -math.inf
         self._version_before = 0
@@ -93,28 +101,37 @@ class Grouping:
         """Note that a request has left."""
         self._leave_s = self._clock()
 
+    def called(self) -> None:
+        """Note a call of an offline program, before its requests, while the engine is idle."""
+        self._is_offline = self._is_called = True
+
+    @property
+    def rule(self) -> RlStepEnd:
+        return self._given or ("update" if self.version else "call" if self._is_offline else "gap")
+
     def ends(self, busy: bool) -> bool:
         """Return True if the request arriving now, in an engine that may be `busy`, belongs to another RL step."""
-        if self.version:
+        if self.rule == "update":
             return self.version != self._version_before
-        if busy:
-            return False
+        if busy or self.rule == "call":
+            return self._is_called and not busy
         return self._clock() - self._leave_s > max(self.GAP_S, self.GAP_SHARE * (self._leave_s - self._start_s))
 
     def begin(self) -> None:
         """Begin an RL step."""
         self._start_s = self._leave_s = self._clock()
         self._version_before = self.version
+        self._is_called = False
 
     @property
     def notes(self) -> str:
         """How requests without keys were put into RL steps, for users."""
-        if self.version:
-            return "an RL step of requests without keys ends with a weight update, or the prefix cache being reset"
-        return (
-            f"an RL step of requests without keys is a session, which ends with an idle gap longer than {self.GAP_S:g} "
-            f"s and {self.GAP_SHARE:.0%} of it, since no weight update was seen"
-        )
+        what = {
+            "update": "a weight update, or the prefix cache being reset",
+            "call": "the next call of LLM.generate, chat or beam_search",
+            "gap": f"an idle gap longer than {self.GAP_S:g} s and {self.GAP_SHARE:.0%} of it",
+        }
+        return f"recorded by the engine itself; an RL step of requests without keys ends with {what[self.rule]}"
 
 
 class Newest(dict[_Key, _Value]):
@@ -157,7 +174,16 @@ class LiveRecording(Observer):
     finish_s: ClassVar[float] = 600.0
     remembered: ClassVar[int] = 1 << 18
 
-    def __init__(self, path: str | Path, control: Control, *, model: str, hardware: str, engine: str) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        control: Control,
+        *,
+        model: str,
+        hardware: str,
+        engine: str,
+        rl_step_ends: RlStepEnd | None = None,
+    ) -> None:
         self.control = control
         self.guard = Guard(
             f"the recording {path} ends here, and the engine continues:",
@@ -167,7 +193,7 @@ class LiveRecording(Observer):
         self.ended = False
         # Requests and iterations have their times by the tracker's.
         self._clock: Clock = lambda: control.tracker.clock()
-        self._grouping = Grouping(self._clock)
+        self._grouping = Grouping(self._clock, rl_step_ends)
         self._start_s = self._clock()
         self._origins: dict[int, float] = {}
         self._updates_drafter = False
@@ -195,7 +221,7 @@ class LiveRecording(Observer):
                 engine=engine,
                 num_workers=control.tracker.worker + 1,
                 source="tltlab",
-                notes=f"recorded by the engine itself; {self._grouping.notes}",
+                notes=self._grouping.notes,
                 drafters=control.drafters.registry.own,
                 without_iterations=(),
             ),
@@ -207,7 +233,7 @@ class LiveRecording(Observer):
         atexit.register(self.close)
 
     @classmethod
-    def numbered(cls, path: str | Path, control: Control, **labels: str) -> LiveRecording:
+    def numbered(cls, path: str | Path, control: Control, **labels: Any) -> LiveRecording:
         """Open a recording at the first of PATH, PATH-1, PATH-2, ... where there is nothing yet.
 
         Independent engines, of one process or several, in turn or at once, each get their own.
@@ -280,12 +306,22 @@ class LiveRecording(Observer):
             self._updates_drafter &= method != "finish_weight_update"
             return
         lives = self.control.live.values()
-        before = self._grouping.version
+        before = self._grouping.notes
         if self._grouping.updated(self._num_arrived + self._num_tokens + sum(len(live.output) for live in lives)):
             for live in lives:
                 live.updates.append(len(live.output))
-            if not before:
-                self._give({_MANIFEST: {"notes": f"recorded by the engine itself; {self._grouping.notes}"}})
+            self._note_change(before)
+
+    def called(self) -> None:
+        """Note a call of an offline program, which adds its requests next."""
+        if not self.control.live:
+            before = self._grouping.notes
+            self._grouping.called()
+            self._note_change(before)
+
+    def _note_change(self, before: str) -> None:
+        if self._grouping.notes != before:
+            self._give({_MANIFEST: {"notes": self._grouping.notes}})
 
     def arrived(self, live: LiveRequest) -> None:
         live.version = self._grouping.version

@@ -30,6 +30,9 @@ from tltlab.runtime.engine.guard import Guard
 VARIABLES = POLICY, RECORD, OPTIONS = "TLTLAB_POLICY", "TLTLAB_RECORD", "TLTLAB_OPTIONS"
 """Variables that the plugin reads from the environment of any program that uses vLLM: see `options.Variables`."""
 
+CALL = "a call"
+"""Name, in place of a request's, that precedes the requests of a call of an offline program."""
+
 _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "TQDM_DISABLE": "1"}
 
 

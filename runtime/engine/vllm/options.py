@@ -19,6 +19,7 @@ from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import GraphPlan, parts_of, plan_graphs
+from tltlab.runtime.engine.recording import RlStepEnd
 
 from . import OPTIONS, POLICY, RECORD, VARIABLES, attached, missing
 
@@ -45,6 +46,7 @@ class Attachment(FrozenModel):
     worker: int = 0
     seed: int = 0
     record: str | None = None
+    rl_step_ends: RlStepEnd | None = None
 
     @classmethod
     def of_engine(cls, config: Any) -> Attachment:
@@ -96,6 +98,7 @@ class EngineOptions(FrozenModel):
     async_scheduling: bool | None = None
     worker: int = Field(default=0, ge=0)
     seed: int = Field(default=0, ge=0)
+    rl_step_ends: RlStepEnd | None = None
     strict: bool = False
 
 
@@ -109,6 +112,7 @@ def vllm_options(
     worker: int = 0,
     seed: int = 0,
     record: str | Path | None = None,
+    rl_step_ends: RlStepEnd | None = None,
     for_: Program = "vllm",
 ) -> Arguments:
     """Return keyword arguments for `vllm.LLM` or `AsyncEngineArgs` that run `policy`, or only `record` for None.
@@ -117,7 +121,9 @@ def vllm_options(
     built for drafts up to `max_draft_depth`, by default the policy's deepest. With `max_batch` it runs at most so many
     requests at a time and captures the CUDA graphs of `graphs.plan_graphs`. Engines that share a run differ by
     `worker`, and each data-parallel replica has a policy, drafters and its own trace. With `record` the engine
-    writes a trace there. ConfigError for policies that vLLM cannot run.
+    writes a trace there, in which an RL step of requests without keys ends with `rl_step_ends` (default: the first of a
+    weight update, a call of an offline program and an idle gap that occurs, `recording.Grouping`). ConfigError for
+    policies that vLLM cannot run.
 
     Without a policy the engine is only recorded, its own speculation included: vLLM treats the other arguments as usual
     (`scheduler.record_only`), and an error of the recording ends no engine.
@@ -159,6 +165,7 @@ def vllm_options(
             async_scheduling=async_scheduling,
             worker=worker,
             seed=seed,
+            rl_step_ends=rl_step_ends,
         )
         variables: Arguments = {}
         if isinstance(policy, str | Path):
@@ -177,6 +184,7 @@ def vllm_options(
         worker=worker,
         seed=seed,
         record=None if record is None else str(Path(record).absolute()),
+        rl_step_ends=rl_step_ends,
     )
     if pool.feeds:
         async_scheduling = False

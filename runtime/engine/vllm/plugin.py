@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tltlab.errors import ConfigError, one_line
 from tltlab.runtime.engine.guard import FAULTS, notify
 
-from . import OPTIONS, POLICY, RECORD, VARIABLES, guarded_call, has_option, missing, replacing
+from . import CALL, OPTIONS, POLICY, RECORD, VARIABLES, guarded_call, has_option, missing, replacing
 from .runners import bypass_speculation, keep_captured_bytes, model_runners, time_drafting
 from .sampling import (
     fix_speculative_sampling,
@@ -185,6 +185,7 @@ def attach() -> None:
     """Finish a recording before its engine core ends, and ask no drafts of workers that draft nothing. vLLM's own
     schedulers are recorded where an engine's settings request a recording and no policy (`record_only`).
     """
+    from vllm.entrypoints.llm import LLM
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.output_processor import OutputProcessor
@@ -208,6 +209,9 @@ def attach() -> None:
         if hasattr(self.scheduler, "note_delivered"):
             guarded_call(self, _note_delivered, self.scheduler, request_ids)
         return stock(self, [name for name in request_ids if not name.startswith(GOT)])
+
+    for call in ("generate", "chat", "beam_search"):
+        replacing(LLM, call)(_note_call_before)
 
     @replacing(EngineCore, "shutdown")
     def shutdown(stock: Any, self: Any) -> None:
@@ -237,6 +241,13 @@ def _delivered_tokens(states: Mapping[str, Any], names: Sequence[str]) -> list[s
     """
     detokenizers = {name: states[name].detokenizer for name in names if name in states}
     return [f"{GOT}{each.num_output_tokens()} {name}" for name, each in detokenizers.items() if each is not None]
+
+
+def _note_call_before(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Precede the requests of a call by a note to the engine core, as `_delivered_tokens` are."""
+    if guarded_call(self, has_option, self.llm_engine.vllm_config, "record", otherwise=False):
+        guarded_call(self, self.llm_engine.engine_core.abort_requests, [f"{GOT}0 {CALL}"])
+    return stock(self, *args, **kwargs)
 
 
 def _note_delivered(scheduler: Any, request_ids: Sequence[str]) -> None:

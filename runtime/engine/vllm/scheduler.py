@@ -34,6 +34,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
+from tltlab.files import write_json
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.environment import hardware
 from tltlab.runtime.engine.guard import FAULTS, Guard
@@ -43,7 +44,7 @@ from tltlab.runtime.engine.stops import StopStrings
 from tltlab.runtime.engine.tracker import Iteration
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from . import is_registered
+from . import CALL, is_registered
 from .capture import NullCapture
 from .options import Attachment, check_engine, drafts_nothing
 from .runners import GRAPH_KINDS
@@ -158,7 +159,9 @@ class Watch:
         return self.control.finish(live.name, None if reason is None else str(reason), got)
 
     def note_delivered(self, num_tokens: Mapping[str, int]) -> None:
-        """Note how many tokens clients have of requests that they are about to abort."""
+        """Note how many tokens clients have of requests that they are about to abort; or `CALL`."""
+        if CALL in num_tokens and (recording := self._open_recording) is not None:
+            recording.called()
         for name, got in num_tokens.items():
             if (live := self.control.live.get(name)) is not None:
                 live.got = got
@@ -285,7 +288,13 @@ def _recording(scheduler: Any, control: Control, settings: Attachment) -> LiveRe
     if settings.record is None:
         return None
     labels = {"model": scheduler.vllm_config.model_config.model, "engine": f"vllm {vllm.__version__}"}
-    recording = LiveRecording.numbered(settings.record, control, hardware=hardware(), **labels)
+    recording = LiveRecording.numbered(
+        settings.record, control, hardware=hardware(), rl_step_ends=settings.rl_step_ends, **labels
+    )
+    if settings.policy is not None:
+        policy = {"rl_step": 0, "name": control.policy_name, "policy": settings.policy.model_dump(mode="json")}
+        of_run = {"seed": settings.seed, "policies": [policy]}
+        recording.guard.call(write_json, recording.path / "policies.json", of_run)
     if recording.path != Path(settings.record):
         logger.warning("%s is taken, so this engine records to %s", settings.record, recording.path)
     return recording

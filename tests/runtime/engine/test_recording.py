@@ -23,10 +23,10 @@ from .asking import raising, run_program, scheduled
 class Engine:
     """An engine whose requests, tokens and idle times a test scripts."""
 
-    def __init__(self, path, drafters=None):
+    def __init__(self, path, drafters=None, **settings):
         self.path, self.now = path, 0.0
         self.control = Control(DrafterPool(drafters, 0), clock=lambda: self.now)
-        self.recording = LiveRecording(path, self.control, model="m", hardware="h", engine="vllm 0")
+        self.recording = LiveRecording(path, self.control, model="m", hardware="h", engine="vllm 0", **settings)
         self._number = itertools.count()
 
     def arrives(self, prompt=0, key=None):
@@ -87,6 +87,29 @@ def test_only_a_long_gap_ends_a_session(engine):
     assert trace.steps["t_start"].tolist() == pytest.approx([0.0, 122.91, 129.11])
     assert trace.outcomes["t_submit"].tolist()[-3:] == [0.0] * 3
     assert trace.iterations.groupby("rl_step").size().tolist() == [3, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("rule", "sizes", "said"),
+    [(None, [3, 3, 3, 6], "weight update"), ("update", [9, 6], "update"), ("call", [3] * 5, "generate"),
+     ("gap", [6, 9], "1 s")],
+)  # fmt: skip
+def test_an_rl_step_ends_by_the_chosen_rule(rule, sizes, said, tmp_path):
+    """By default with calls until there is a weight update."""
+    engine = Engine(tmp_path / "trace", rl_step_ends=rule)
+    for idle_s, is_updated in ((0.0, False), (0.0, False), (100.0, False), (0.0, True), (0.0, False)):
+        engine.now += idle_s
+        if is_updated:
+            engine.recording.new_weights()
+        engine.recording.called()
+        # The requests of one call may end one by one.
+        engine.serves(2)
+        engine.arrives()
+        engine.recording.called()
+        engine.leaves(*engine.control.live)
+    trace = engine.trace()
+    assert of_steps(trace) == sizes
+    assert said in trace.manifest.notes
 
 
 def test_trace_states_what_drafters_of_other_names_are(tmp_path):
