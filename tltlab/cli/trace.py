@@ -24,6 +24,7 @@ from tltlab.traces.metrics import count
 from tltlab.traces.metrics import describe as describe_trace
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.recorder import repair as repair_recording
+from tltlab.traces.split import split_at_gaps
 from tltlab.traces.storage import frame_to_arrow, has_checksums
 from tltlab.traces.trace import Trace
 
@@ -93,6 +94,8 @@ def import_trace(
     reading: Reading,
     form: Annotated[Format | None, typer.Option("--format", help="[default: by the content]")] = None,
     workers: int | None = option("Rollout workers to write into the manifest.", min=1),
+    split: int | None = option("Split a recording of one RL step into so many, at its longest idle gaps.", min=2),
+    split_gap: float | None = option("Split it at every idle gap of so many seconds.", min=0),
 ) -> None:
     """Make a trace of rollouts, of requests, of a table of response lengths, or of a training log.
 
@@ -104,8 +107,13 @@ def import_trace(
     Example: tltlab trace import rollout_data --out my-trace --tokenizer Qwen2.5-7B --cap 16384
 
     Example: tltlab trace import lengths.csv --out my-trace --workers 8 --group-size 16
+
+    Example: tltlab trace import recording --out my-trace --split 4
     """
-    trace = imported(dump, reading, form=form, workers=workers).trace
+    if split is None and split_gap is None:
+        trace = imported(dump, reading, form=form, workers=workers).trace
+    else:
+        trace = split_at_gaps(read(dump), split, split_gap or 0.0)
     path = trace.write(out)
     for note in filter(None, (trace.manifest.notes or "").split("; ")):
         progress(f"assumed: {note}")

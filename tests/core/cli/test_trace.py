@@ -2,15 +2,19 @@
 
 import json
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from tests.refused import refused
-from tests.traces_of_lengths import import_dump
+from tests.traces_of_lengths import import_dump, iterations
 from tltlab.errors import TraceError
 from tltlab.importers.sources import read
 from tltlab.lengths.generate import log_normal
+from tltlab.traces.metrics import rollout_s
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
+from tltlab.traces.split import split_at_gaps
 from tltlab.traces.trace import Trace
 
 
@@ -139,3 +143,37 @@ def test_an_empty_trace_can_be_described(command, tmp_path):
     code, out, _ = command("trace", "describe", empty.write(tmp_path / "t"))
     assert code == 0
     assert "0 rows" in out
+
+
+def test_a_recording_of_one_rl_step_is_split_at_its_gaps(command, tmp_path):
+    trace = log_normal(prompts=4, group_size=2, rl_steps=1, median=50, cap=90, workers=2)
+    # Three batches, of 4, 2 and 2 responses, the second of them of the first one's prompts.
+    batch, lasts_s = np.array([0, 0, 0, 0, 1, 1, 2, 2]), np.array([2.0, 1.0, 2.0, 2.0, 1.0, 0.5, 3.0, 4.0])
+    begins_s = np.array([0.0, 0.0, 0.5, 0.5, 3.0, 3.0, 4.5, 4.5])
+    keys = {"prompt_id": list("ccddccef"), "sample": [0, 1, 0, 1, 2, 3, 0, 0]}
+    times = {"worker": 0, "t_submit": begins_s, "t_finish": begins_s + lasts_s}
+    made = iterations(batch=[2] * 9).assign(t_start=[0.0, 0.5, 1.0, 3.0, 3.5, 4.5, 5.0, 6.0, 7.0])
+    steps = pd.DataFrame({"rl_step": [0], "t_start": [7.0], "policy_version": 0, "policy": "none", "rollout_s": 8.5})
+    trace = trace.replace(
+        workload=trace.workload.assign(**keys),
+        outcomes=trace.outcomes.assign(**keys, **times),
+        iterations=made,
+        steps=steps,
+    )
+    path = trace.write(tmp_path / "one")
+    for ends, wanted in ((["", 3], batch), (["", 2], batch > 0), (["-gap", 0.7], batch > 0), (["-gap", 0.1], batch)):
+        command("trace", "import", path, "--out", tmp_path / "split", f"--split{ends[0]}", ends[1])
+        found = read(tmp_path / "split")
+        assert found.outcomes["rl_step"].tolist() == wanted.astype(int).tolist()
+    assert found.outcomes["t_submit"].tolist() == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
+    assert found.workload["epoch"].tolist() == [0, 0, 0, 0, 1, 1, 0, 0]
+    assert found.iterations.groupby("rl_step")["t_start"].agg(list).tolist() == [
+        [0.0, 0.5, 1.0],
+        [0.0, 0.5],
+        [0.0, 0.5, 1.5, 2.5],
+    ]
+    assert found.steps["t_start"].tolist() == [7.0, 10.0, 11.5]
+    assert list(rollout_s(found).values()) == [2.5, 1.0, 4.0]
+    for source, num, gap_s, what in ((trace, 4, 0, "2 gaps"), (trace, None, 2, "0 gaps"), (found, 2, 0, "there are 3")):
+        with refused(TraceError, naming=(what,)):
+            split_at_gaps(source, num, gap_s)
