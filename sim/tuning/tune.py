@@ -42,6 +42,7 @@ from tltlab.sim.study.sample import ALL_OF, FIRST, small, spread
 from tltlab.sim.study.study import Cell, Journal, Study
 from tltlab.stats import finite, paired_interval
 from tltlab.strategy import Strategy
+from tltlab.traces.split import regrouped
 from tltlab.traces.trace import Trace
 
 from .cases import ORACLE, TuningCases, mean_s, ratio
@@ -437,10 +438,12 @@ def tune(
 ) -> TuneResult:
     """Search the fastest policy on some RL steps of the traces (or their paths), and judge it on the others.
 
+    Of one RL step half of the prompts are held out.
+
     `settings` are fields of `TuneConfig` that replace those of `config`. `provenance` is written into the policy over
     what is found here; `on_stage` receives each stage and each of the trials in words. `journal` is a file of the
     trials: an interrupted tuning that is called again with it continues with the same result. Raises ConfigError
-    for a trace with fewer than two RL steps, a missing acceptance, and where no policy is possible.
+    for a trace of one prompt, a missing acceptance, and where no policy is possible.
     """
     config = config.changed(settings, tune)
     began = time.perf_counter()
@@ -450,6 +453,8 @@ def tune(
     sources = [read(trace) for trace in (cast(Sequence[TraceSource], traces) if many else [cast(TraceSource, traces)])]
     if not sources:
         raise ConfigError("no trace to tune on: give at least one")
+    is_lone = any(len(trace.rl_steps) == 1 for trace in sources)
+    sources = [_halves(trace) for trace in sources]
     splits = [_split(trace, config) for trace in sources]
     if any(sampled for *_, sampled in splits) and config.repeats is None:
         config = replace(config, repeats=1)
@@ -479,6 +484,11 @@ def tune(
         spaces = {name: parameters(policy, values) for name, policy in own.items()}
     for scenario in tuning.scenarios:
         scenario.check_acceptance([Policy(selector=FixedSpec(strategy=strategy)) for strategy in strategies])
+    if is_lone:
+        notes.append(
+            "one RL step: tuned on half of its prompts and judged on the other half, each twice for batches as large; "
+            "how RL steps differ from each other is not known (record several, or trace import --split)"
+        )
     if all(scenario.costs.noise is None for scenario in tuning.scenarios):
         notes.append("the costs have no noise: a bandit is tuned as if iteration times were exact (calibrate anew)")
 
@@ -663,6 +673,14 @@ def _strategies(scenarios: Sequence[Scenario], config: TuneConfig) -> tuple[list
     if not covered:
         raise ConfigError(f"none of the strategies can be simulated: {'; '.join(notes)}")
     return covered, notes
+
+
+def _halves(trace: Trace) -> Trace:
+    """Return one RL step as two, of every other prompt and of the rest, twice each, so that batches stay as large."""
+    if len(trace.rl_steps) != 1:
+        return trace
+    is_odd = (trace.outcomes.groupby("prompt_id").ngroup() % 2 > 0).to_numpy()
+    return regrouped(trace, [(rl_step, is_odd == rl_step) for rl_step in (0, 0, 1, 1)])
 
 
 def _split(trace: Trace, config: TuneConfig) -> tuple[list[int], list[int], bool]:

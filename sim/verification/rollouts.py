@@ -39,6 +39,7 @@ from tltlab.state import DrafterState
 from tltlab.stats import finite
 from tltlab.traces import metrics
 from tltlab.traces.schema import KEY
+from tltlab.traces.split import regrouped
 from tltlab.traces.trace import Trace
 
 from .decisions import drafters_by_step, most_requests
@@ -99,11 +100,14 @@ class Verification(Errors):
         "with the machine's speed of each step known {median_error_at_step_time:.1%}",
         "forecast from earlier steps alone, lengths drawn from theirs {forecast_median_error:.1%}, "
         "{forecast_coverage:.0%} within their 10-90 % interval",
+        "{note:s}",
     )
     advice = (
         "--decisions shows whether a policy's choices differ; an idle machine and more RL steps make times surer",
         "tltlab tune RUN --out policy.json",
     )
+
+    note: str | None = None
 
     @property
     def median_error_at_step_time(self) -> float:
@@ -121,6 +125,7 @@ class Verification(Errors):
             "forecast_coverage": finite(within.mean()),
             "repeat_spread": self.repeat_spread,
             "repeat_bias": self.repeat_bias,
+            "note": self.note,
         }
         return self.judged(super().json() | figures)
 
@@ -138,15 +143,14 @@ def verify(
     """Predict each RL step of a recorded run from the `window` nearest other steps, and forecast it from earlier ones.
 
     A prediction is the mean of `samples` sampled simulations with the recorded placement; `jobs` processes (None: one
-    per core) share the RL steps. Raises ConfigError for a trace without iterations, fewer than three RL steps, a policy
-    that the run does not record, and one that is a class of a module which `allow_code` does not name.
+    per core) share the RL steps. One or two RL steps are each predicted from a part of themselves (`_held_out`). Raises
+    ConfigError for a trace without iterations, fewer than three prompts, a policy that the run does not record, and
+    one that is a class of a module which `allow_code` does not name.
     """
     trace = read(run)
     if trace.iterations is None or trace.steps is None:
         raise ConfigError(f"{run}: only a run with iterations.parquet and steps.parquet can be verified")
     recorded = trace.rl_steps
-    if len(recorded) < 3:
-        raise ConfigError(f"{run}: {len(recorded)} RL steps are too few: two to fit on and one to predict are needed")
     chosen = recorded if rl_steps is None else list(rl_steps)
     if not chosen or not set(chosen) <= set(recorded):
         raise ConfigError(f"{run}: RL steps {chosen} were asked for; there are {recorded[0]}..{recorded[-1]}")
@@ -157,10 +161,34 @@ def verify(
         trace=with_engine_tool_times(known), window=window, samples=samples, forecasts=FORECASTS, seed=seed
     )  # fmt: skip
     # Backwards: the last RL steps take longest, as they have a past to be forecast from.
-    tasks = [partial(prediction.row, forces[step], step, measured[step]) for step in reversed(chosen)]
+    of_parts = len(recorded) < 3
+    tasks = [
+        partial(prediction.row_of_parts if of_parts else prediction.row, forces[step], step, measured[step])
+        for step in reversed(chosen)
+    ]
     rows = pd.DataFrame(list(side_by_side(tasks, jobs=jobs))[::-1])
     bias, spread = repeats(trace)
-    return Verification(rows=rows, repeat_spread=spread, repeat_bias=bias)
+    return Verification(rows=rows, repeat_spread=spread, repeat_bias=bias, note=_NOTE if of_parts else None)
+
+
+_NOTE = (
+    "fewer than three RL steps: each is predicted from three quarters of its own iterations, and forecast with lengths "
+    "drawn from half of its prompts; this tests the simulation, not whether another RL step is foreseen"
+)
+
+
+def _held_out(trace: Trace) -> Trace:
+    """Return an RL step as number 2, with a quarter of its iterations; 0 and 1 share the rest, and half its prompts.
+
+    Raises ConfigError for fewer than three prompts.
+    """
+    number, iterations = trace.outcomes.groupby("prompt_id").ngroup().to_numpy(), iterations_of(trace)
+    if number.max() < 2:
+        raise ConfigError(f"{trace.path}: of {number.max() + 1} prompts none can be held out")
+    # A rollout whose prompts came at once has few iterations with prefill.
+    turn = (iterations.groupby("worker").cumcount() % 4).where(iterations["prefill_tokens"] == 0, 0)
+    parts = [(0, number % 4 == 0), (1, number % 4 == 2), (2, number >= 0)]
+    return regrouped(trace, parts, iterations=iterations.assign(rl_step=turn.map({0: 0, 1: 1, 2: 0, 3: 2})))
 
 
 def without_budget(forces: dict[int, ActivePolicy]) -> dict[int, ActivePolicy]:
@@ -323,6 +351,12 @@ class _Prediction(RecordedRun):
 
     window: int
     forecasts: int
+    outside_s: float | None = None
+
+    def row_of_parts(self, force: ActivePolicy, step: int, measured_s: float) -> dict[str, Any]:
+        """The row of an RL step that is predicted from a part of itself."""
+        parts = replace(self, trace=_held_out(self.trace.select([step])), outside_s=self.overhead_s[step])
+        return parts.row(replace(force, since=2), 2, measured_s) | {"rl_step": step}
 
     def row(self, force: ActivePolicy, step: int, measured_s: float) -> Json:
         """The RL step's row of `Verification.rows`."""
@@ -362,7 +396,8 @@ class _Prediction(RecordedRun):
                 unlike = self._unlike(rows, policy, step)
                 acceptance = self.accepted(rows & ~unlike) if unlike.any() else acceptance
                 accepted = self.acceptance(acceptance, step, fit_on, candidates)
-                return fit_on, costs, accepted, float(self.overhead_s.loc[fit_on].median())
+                outside_s = self.overhead_s.loc[fit_on].median() if self.outside_s is None else self.outside_s
+                return fit_on, costs, accepted, float(outside_s)
         raise ConfigError(
             f"RL step {step} speculates, and too little in the other steps does: what it costs is not known"
         )

@@ -24,7 +24,7 @@ from tltlab.policies.policy import load_policy
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.tuning.cases import ExpectedIteration, TuningCases, oracle_policy, ratio
 from tltlab.sim.tuning.search import Prices
-from tltlab.sim.tuning.tune import tune
+from tltlab.sim.tuning.tune import _halves, tune
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import read
 
@@ -284,10 +284,22 @@ def test_prices_weigh_batches_by_time_spent_at_them():
     assert weights_s == pytest.approx(decoding_s, rel=1e-3)
 
 
+def test_one_rl_step_is_tuned_on_half_of_its_prompts():
+    lone = log_normal(prompts=4, group_size=2, rl_steps=1, median=90, cap=200, workers=1)
+    found = tune(lone, **SMALL)
+    assert (found.tuned_on, found.judged_on) == (((0,),), ((1,),))
+    assert not found.worth_it
+    assert any("half of its prompts" in note for note in found.notes)
+    halves = _halves(lone)
+    texts = [set(part.outcomes["response_tokens"]) for part in halves.iter_rl_steps()]
+    assert len(halves.outcomes) == 16
+    assert texts[0] | texts[1] == set(lone.outcomes["response_tokens"])
+
+
 @pytest.mark.parametrize(
     ("trace", "options", "what"),
     [
-        (log_normal(prompts=2, group_size=2, rl_steps=1, median=90, cap=200, workers=1), {}, ()),
+        (log_normal(prompts=1, group_size=1, rl_steps=1, median=90, cap=200, workers=1), {}, ()),
         (TRACE, {"depths": [-1]}, ("depths",)),
         (TRACE, {"depths": [0]}, ("0",)),
         (TRACE, {"drafters": []}, ()),

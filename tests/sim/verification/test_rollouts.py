@@ -195,6 +195,21 @@ def test_a_session_is_rows_and_cells_of_one_study(run):
     assert cells == [(0, 7), (0, 8), (2, 7), (2, 8), (4, 7), (4, 8)]
 
 
+@pytest.mark.parametrize("num", [1, 2])
+def test_few_rl_steps_are_predicted_from_parts_of_themselves(num, tmp_path):
+    made = simulate(lengths(num), CHAIN, **SAMPLED).trace
+    found = verify(record(tmp_path / "few", made, CHAIN), samples=1)
+    assert found.rows["rl_step"].tolist() == list(range(num))
+    assert found.rows["measured_s"].tolist() == list(rollout_s(made).values())
+    assert found.median_error < 0.1
+    assert (found.rows["forecast_s"] / found.rows["measured_s"] - 1).abs().max() < 0.7
+    assert "half of its prompts" in found.json()["note"]
+    assert found.json()["note"] in found.text()
+    made = simulate(log_normal(prompts=1, group_size=2, rl_steps=1, workers=1), CHAIN, **SAMPLED).trace
+    with refused(ConfigError, naming=("1 prompts",)):
+        verify(record(tmp_path / "fewer", made, CHAIN))
+
+
 def test_runs_that_cannot_be_verified_are_refused(run, tmp_path):
     with refused(ConfigError, naming=("iterations",)):
         verify(log_normal(rl_steps=3, workers=2).write(tmp_path / "lengths"))
