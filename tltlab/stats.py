@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from .arrays import Floats
 from .errors import ConfigError
 from .records import Json, frozen
 
-Method = Literal["bca", "percentile", "t", "none"]
 Pair = tuple[int, int]
 Span = tuple[float, float]
 
@@ -28,13 +27,12 @@ SIDE = 2
 
 @frozen
 class Interval:
-    """An estimate and its two-sided interval at `level`; low and high are NaN where one pair allows none (`none`)."""
+    """An estimate and its two-sided interval at `level`; low and high are NaN where one pair allows none."""
 
     estimate: float
     low: float
     high: float
-    level: float
-    method: Method
+    level: float = LEVEL
 
     def __format__(self, spec: str) -> str:
         """The estimate and its ends in a number's format: `f"{interval:.1f}"` is '1.2 (1.1 to 1.3)'."""
@@ -73,7 +71,7 @@ def paired_interval(
     Raises ConfigError for no pair, different lengths, values that are not finite, b <= 0 and a < 0.
 
     >>> paired_interval([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
-    Interval(estimate=2.0, low=2.0, high=2.0, level=0.95, method='percentile')
+    Interval(estimate=2.0, low=2.0, high=2.0, level=0.95)
     """
     if not 0.0 < level < 1.0:
         raise ConfigError(f"level is a probability between 0 and 1, got {level}")
@@ -86,10 +84,10 @@ def paired_interval(
 
     estimate = float(compare(first, second))
     if len(first) == 1:
-        return Interval(estimate=estimate, low=math.nan, high=math.nan, level=level, method="none")
+        return Interval(estimate=estimate, low=math.nan, high=math.nan, level=level)
     ratios = first / second
     if np.ptp(ratios) <= 1e-12 * ratios.max():
-        return Interval(estimate=estimate, low=estimate, high=estimate, level=level, method="percentile")
+        return Interval(estimate=estimate, low=estimate, high=estimate, level=level)
     # SciPy takes half a second to import; most intervals need only Student's quantiles.
     from scipy.stats import bootstrap
 
@@ -101,12 +99,10 @@ def paired_interval(
             method="BCa", rng=rng,
         )  # fmt: skip
     low, high = map(float, resampled.confidence_interval)
-    method: Method = "bca"
     if not (math.isfinite(low) and math.isfinite(high)):
         tail = (1.0 - level) / 2.0
         low, high = map(float, np.quantile(resampled.bootstrap_distribution, [tail, 1.0 - tail]))
-        method = "percentile"
-    return Interval(estimate=estimate, low=low, high=high, level=level, method=method)
+    return Interval(estimate=estimate, low=low, high=high, level=level)
 
 
 FEW_PAIRS = 10
@@ -126,8 +122,8 @@ def paired_ratio(
     degrees of freedom. Neither sum is below 0, and so is no end. Raises ConfigError as `paired_interval` does.
 
     >>> ratio = paired_ratio([2.0, 4.0, 7.0], [1.0, 2.0, 3.0])
-    >>> [round(x, 3) for x in (ratio.low, ratio.estimate, ratio.high)], ratio.method
-    ([1.619, 2.167, 2.714], 't')
+    >>> [round(x, 3) for x in (ratio.low, ratio.estimate, ratio.high)]
+    [1.619, 2.167, 2.714]
     """
     first, second = _checked(a, b)
     if not 1 < len(first) < FEW_PAIRS:
@@ -135,7 +131,7 @@ def paired_ratio(
     ratio = float(first.sum() / second.sum())
     error = float(np.std(first - ratio * second, ddof=1)) / math.sqrt(len(first)) / float(second.mean())
     margin = student_margin(error, len(first) - 1, level)
-    return Interval(estimate=ratio, low=max(0.0, ratio - margin), high=ratio + margin, level=level, method="t")
+    return Interval(estimate=ratio, low=max(0.0, ratio - margin), high=ratio + margin, level=level)
 
 
 def student_margin(error: float, freedom: int, level: float = LEVEL) -> float:
@@ -162,7 +158,7 @@ def mean_of_few(values: Sequence[float] | Floats, *, least_error: float = 0.0) -
     if len(values) > 1:
         error = max(float(np.std(values, ddof=1)) / math.sqrt(len(values)), least_error)
         margin = student_margin(error, len(values) - 1)
-    return Interval(estimate=mean, low=mean - margin, high=mean + margin, level=LEVEL, method="none")
+    return Interval(estimate=mean, low=mean - margin, high=mean + margin)
 
 
 def non_overlapping_pairs(spans: Sequence[Span]) -> list[Pair]:
@@ -228,7 +224,7 @@ def paired_speed_up(plain: Floats, seconds: Floats, seed: int) -> Interval:
 
 def format_speed_up(interval: Interval) -> str:
     """
-    >>> format_speed_up(Interval(estimate=1.5, low=1.2, high=float("inf"), level=0.95, method="t"))
+    >>> format_speed_up(Interval(estimate=1.5, low=1.2, high=float("inf")))
     '1.50x (95 % interval of draws only: 1.20x, no upper end)'
     """
     if interval.low != interval.low:

@@ -21,7 +21,6 @@ from tltlab.arrays import Array, Bytes, Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, refuse_trees, shares_of
 from tltlab.drafters.specs import STANDARD, Drafters
-from tltlab.errors import ConfigError
 from tltlab.state import StepState
 from tltlab.strategy import Strategy
 
@@ -117,15 +116,13 @@ class Chances(Gains):
         """P(accepted >= i) of each resident, `ahead` tokens further on; 0 beyond what it is drafted."""
         residents = batch.residents
         full = strategy if drafted is None else Strategy.chain(strategy.drafter, strategy.draft_depth)
-        levels, siblings = self._levels(strategy.drafter)[residents], self._groups.siblings(residents)
+        levels = self._requests.levels(self._model, strategy.drafter, self._rates.seed)[residents]
+        siblings = self._groups.siblings(residents)
         requests = RequestArrays(levels, batch.made[residents] + ahead, siblings, self._prompts[residents])
         survival = self._model.at(len(batch)).survival(full, requests)
         if drafted is None:
             return survival
         return np.asarray(np.where(np.arange(survival.shape[1])[None, :] < drafted[:, None], survival, 0.0))
-
-    def _levels(self, drafter: str) -> Floats:
-        return self._requests.levels(self._model, drafter, self._rates.seed)
 
     def _allotted(self, batch: Batch, regime: Regime) -> tuple[Regime, Ints, float]:
         """The regime with the cost of the budget's tokens for each resident, these, and how many of one are drafted."""
@@ -173,10 +170,6 @@ class Rates:
     _requests: Requests | None = field(default=None, init=False)
     _num_batches: int = field(default=0, init=False)
     _groups: Groups | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if self.refresh < 1:
-            raise ConfigError(f"refresh must be at least 1 iteration, got {self.refresh}")
 
     def __call__(self, requests: Requests) -> Batch:
         if self._groups is None or self._requests is not requests:

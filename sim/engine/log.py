@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +16,8 @@ from .batch import MacroStep
 from .regime import Regime
 
 
-class LogEntry(NamedTuple):
+@dataclass(slots=True)
+class LogEntry:
     """One macro-step with what came before it and during it; the fields are as in `Columns`."""
 
     start_s: float
@@ -80,10 +80,7 @@ class Columns:
         """Make columns from single macro-steps."""
         columns: Json = {}
         for name in _NAMES:
-            if name in LogEntry._fields:
-                values = [getattr(entry, name) for entry in entries]
-            else:
-                values = [getattr(entry.macro, name) for entry in entries]
+            values = [getattr(entry if name in LogEntry.__slots__ else entry.macro, name) for entry in entries]
             columns[name] = values if name in _LISTS else np.array(values, dtype=_TYPES.get(name, np.float64))
         return cls(**columns)
 
@@ -122,10 +119,7 @@ class WorkerLog:
 
     def reward_of_last(self) -> Callable[[float | None], None]:
         """Return what writes the reward of the last entry, which may come after further ones."""
-        return partial(self._reward, len(self._entries) - 1)
-
-    def _reward(self, at: int, reward: float | None) -> None:
-        self._entries[at] = self._entries[at]._replace(reward=reward)
+        return partial(setattr, self._entries[-1], "reward")
 
     def extend(self, columns: Callable[[], Columns]) -> None:
         self._parts += [partial(Columns.of, self._entries), columns]

@@ -205,7 +205,7 @@ def _drain_uniform(remaining: Floats, tokens: Floats, gained: Array) -> tuple[Fl
         steps = np.maximum(np.ceil((run - clock - TOLERANCE_TOKENS) / gain), 1.0)
         # Responses that the clock has passed ended with the macro-step before.
         steps[run <= passed] = 0.0
-        before = _shifted(steps)
+        before = np.pad(steps, ((0, 0), (1, 0)))[:, :-1]
         counts[:, begin:end] = steps - before
         clocks[:, begin:end] = clock + before * gain
         clock = clock + steps[:, -1:] * gain
@@ -216,8 +216,3 @@ def _drain_uniform(remaining: Floats, tokens: Floats, gained: Array) -> tuple[Fl
 def _runs(values: Array) -> Iterator[tuple[int, int]]:
     """The ranges [begin, end) in which they stay the same."""
     return pairwise([0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)])
-
-
-def _shifted(values: Floats) -> Floats:
-    """Shift each row by one to the right, with 0 in front."""
-    return np.concatenate([np.zeros((len(values), 1)), values[:, :-1]], axis=1)

@@ -215,26 +215,18 @@ def _spans(rollout: SimulatedRollout) -> Row:
     rl_step, lanes = rollout.requests.rl_step, np.array([f"worker {w}" for w in range(len(rollout.logs))], object)
     kinds = np.where(c.speculates, "speculative_decode", "decode").astype(object)
     details = np.array([span_detail(regime.strategy) for regime in c.regime], object)
-    waits, none = _waits(c, worker), np.full(len(c), None)
+    waits, moved = _waits(c, worker), np.isin(c.start_s, rollout.gathered_s)
     # Spans of one worker and start come in this order.
-    every = [
-        (worker, kinds, c.decode_start_s, c.seconds, c.batch, details),
-        (
-            worker,
-            np.where(np.isin(c.start_s, rollout.gathered_s), "move", "switch"),
-            c.start_s,
-            c.switch_s,
-            c.batch,
-            none,
-        ),
-        (worker, "prefill", c.start_s + c.switch_s, c.prefill_s, c.batch, none),
-        (worker, "idle", c.start_s - waits, waits, np.zeros(len(c), np.int64), none),
+    every: list[tuple[Any, ...]] = [
+        (kinds, c.decode_start_s, c.seconds, c.batch, details),
+        (np.where(moved, "move", "switch"), c.start_s, c.switch_s, c.batch, None),
+        ("prefill", c.start_s + c.switch_s, c.prefill_s, c.batch, None),
+        ("idle", c.start_s - waits, waits, 0, None),
     ]
     parts = []
-    for n, (at, kind, start_s, duration_s, batch, detail) in enumerate(every):
-        kept = np.flatnonzero(duration_s > 0) if n else np.arange(len(c))
-        kind = np.broadcast_to(np.asarray(kind, object), len(c))
-        parts.append([column[kept] for column in (at, kind, start_s, duration_s, batch, detail)])
+    for n, row in enumerate(every):
+        kept = np.flatnonzero(row[2] > 0) if n else np.arange(len(c))
+        parts.append([np.broadcast_to(column, len(c))[kept] for column in (worker, *row)])
     at, kind, start_s, duration_s, batch, detail = map(np.concatenate, zip(*parts, strict=True))
     order = np.lexsort((start_s, at))
     rows = [row for w in range(len(rollout.logs)) for row in _idle(rollout, w)]

@@ -161,10 +161,9 @@ class InputErrors:
         if speed_up is None:
             # Both times of a ratio come from one fit, and each is off by its error at most.
             speed_up = unstated if seconds is None else _added(seconds, seconds)
-        drafters = drafters_of(strategies)
         granted = scenario.granted(strategies)["acceptance"]
         tokens = {}
-        for name in drafters:
+        for name in drafters_of(strategies):
             usual = LEARNED if scenario.registry[name].has_network else TEXT
             if f"({DEFAULT}" in granted[name]:
                 tokens[name] = usual

@@ -19,7 +19,7 @@ from tltlab.planning.execution import missing_part
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.records import Json
 from tltlab.sim.scenario import Scenario
-from tltlab.stats import LEVEL, Interval, paired_ratio
+from tltlab.stats import Interval, paired_ratio
 
 from .study import Cell
 
@@ -180,7 +180,7 @@ def _per_second(column: Mapping[str, Floats]) -> Floats:
 def _ratios(prefix: str, values: Floats, base: Floats | None, seed: int, of_rates: bool = False) -> Json:
     """Return the ratio to the baseline with its interval, and of times the speed-up likewise."""
     if base is None:
-        ratio = Interval(estimate=math.nan, low=math.nan, high=math.nan, level=LEVEL, method="none")
+        ratio = Interval(estimate=math.nan, low=math.nan, high=math.nan)
     else:
         ratio = paired_ratio(values, base, rng=seed)
     columns = {f"{prefix}ratio": ratio.estimate, f"{prefix}ratio_low": ratio.low, f"{prefix}ratio_high": ratio.high}
@@ -209,7 +209,7 @@ def _beside_claim(row: Mapping[str, Any]) -> Json | None:
 def intervals_of(rows: Sequence[Mapping[str, Any]], name: str) -> list[Interval]:
     """Return the ratios of these rows that are known, with their intervals."""
     return [
-        Interval(estimate=row[name], low=row[f"{name}_low"], high=row[f"{name}_high"], level=LEVEL, method="none")
+        Interval(estimate=row[name], low=row[f"{name}_low"], high=row[f"{name}_high"])
         for row in rows
         if row.get(name) is not None and row[name] == row[name]
     ]

@@ -41,7 +41,7 @@ from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import requests_of
 from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.runtime.run.rows import StepReport
-from tltlab.stats import LEVEL, Interval, interval_json, paired_interval, student_margin
+from tltlab.stats import Interval, interval_json, paired_interval, student_margin
 from tltlab.traces.trace import Trace, read
 
 RESULT = "drafter.json"
@@ -316,7 +316,7 @@ def mean_over_orders(groups: Sequence[Sequence[float]]) -> Interval:
         spread = sum(float(((group - group.mean()) ** 2).sum()) for group in orders) / freedom
         error = math.sqrt(spread * sum(1 / len(group) for group in orders)) / len(orders)
         margin = student_margin(error, freedom)
-    return Interval(estimate=mean, low=mean - margin, high=mean + margin, level=LEVEL, method="none")
+    return Interval(estimate=mean, low=mean - margin, high=mean + margin)
 
 
 def _as_share(log_ratio: dict[str, Any] | None) -> dict[str, Any] | None:

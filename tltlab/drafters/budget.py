@@ -102,10 +102,7 @@ class AcceptanceBudget(DraftBudget):
         total = sum(even(state, strategy))
         if self.max_draft_tokens is not None:
             total = min(total, self.max_draft_tokens)
-        return [
-            int(n)
-            for n in share_out(accept_probabilities(state, self.prior), strategy.draft_depth, total, self.min_tokens)
-        ]
+        return share_out(accept_probabilities(state, self.prior), strategy.draft_depth, total, self.min_tokens)
 
 
 def accept_probabilities(state: StepState, prior: float) -> Floats:
@@ -130,7 +127,7 @@ def shares_of(budget: DraftBudget, state: StepState, strategy: Strategy) -> list
     return shares
 
 
-def share_out(chances: Floats, depth: int, total: int, min_tokens: int = 0) -> Ints:
+def share_out(chances: Floats, depth: int, total: int, min_tokens: int = 0) -> list[int]:
     """Tokens for each request that maximise the expected number kept, sum over requests of sum_i chance^i.
 
     Never more than `depth` each or `total` in all; `min_tokens` for everyone comes first, in order, while it lasts.
@@ -139,13 +136,13 @@ def share_out(chances: Floats, depth: int, total: int, min_tokens: int = 0) -> I
     least = min(min_tokens, depth)
     allotment = np.clip(total - np.arange(batch) * least, 0, least)
     remaining = total - int(allotment.sum())
-    if remaining <= 0 or least == depth:
-        return allotment.astype(np.int64)
-    token = np.arange(least + 1, depth + 1)
-    worth = chances[:, None] ** token
-    # By worth, then by depth, then in order: a request's deeper token never comes before its shallower one.
-    order = np.lexsort((np.tile(np.arange(batch), len(token)), np.repeat(token, batch), -worth.T.ravel()))[:remaining]
-    return allotment.astype(np.int64) + np.bincount(order % batch, minlength=batch)
+    if remaining > 0 and least < depth:
+        token = np.arange(least + 1, depth + 1)
+        worth = chances[:, None] ** token
+        # By worth, then by depth, then in order: a request's deeper token never comes before its shallower one.
+        order = np.lexsort((np.tile(np.arange(batch), len(token)), np.repeat(token, batch), -worth.T.ravel()))
+        allotment = allotment + np.bincount(order[:remaining] % batch, minlength=batch)
+    return list(map(int, allotment))
 
 
 def even(state: StepState, strategy: Strategy) -> list[int]:
@@ -282,7 +279,6 @@ class LengthClasses:
         self.records_: list[tuple[str, int]] = []
         self.pending_: list[tuple[str, int]] = []
         self._fitted: _Tables | None = None
-        self._is_fit = True
 
     def finished(self, prompt_id: str, response_tokens: int) -> None:
         """Take the length of a finished response."""
@@ -290,7 +286,7 @@ class LengthClasses:
         if len(self.pending_) * _REFITS_PER_WINDOW >= len(self.records_):
             self.records_ = (self.records_ + self.pending_)[-self.window :]
             self.pending_ = []
-            self._is_fit = False
+            self._fitted = None
 
     def expect(self, prompt_ids: Sequence[str], generated_tokens: Floats) -> tuple[Ints, Floats] | None:
         """Class and expected remaining tokens of running requests, shape (requests,); None while nothing is known.
@@ -307,15 +303,13 @@ class LengthClasses:
     def load_state_dict(self, state: Json) -> None:
         self.records_ = [(str(prompt), int(length)) for prompt, length in state["records"]][-self.window :]
         self.pending_ = [(str(prompt), int(length)) for prompt, length in state["pending"]]
-        self._is_fit = False
+        self._fitted = None
 
     @property
     def _tables(self) -> _Tables | None:
         # Not before somebody asks: requests end in every other iteration of a large batch.
-        if not self._is_fit:
-            enough = len(self.records_) >= _LEAST_RECORDS
-            self._fitted = _Tables(self.records_, self.quantiles) if enough else None
-            self._is_fit = True
+        if self._fitted is None and len(self.records_) >= _LEAST_RECORDS:
+            self._fitted = _Tables(self.records_, self.quantiles)
         return self._fitted
 
 

@@ -158,7 +158,7 @@ class VerificationBudget(DraftBudget):
         self.calls_off_ = 0 if total else self.calls_off_ + 1
         if self.calls_off_ >= self.look_every:
             self.calls_off_, total = 0, state.batch
-        return [int(n) for n in share_out(chances, strategy.draft_depth, total, 1)]
+        return share_out(chances, strategy.draft_depth, total, 1)
 
     def _best_total(self, chances: Floats, state: StepState, strategy: Strategy) -> int:
         """N, among 0 and at most 64 totals from one token each up to what the strategy verifies."""

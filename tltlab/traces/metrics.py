@@ -78,13 +78,9 @@ def bubble_fraction(trace: Source, *, workers: int | None = None, idle: bool = F
     (0 + 5) / 20 = 0.25. With `idle` a worker that trains a drafter is busy too.
     """
     workers = num_workers(trace) if workers is None and isinstance(trace, Trace) else workers
-    empty = total = 0.0
-    for step in _rollouts(trace, _BUSY_KINDS if idle else ROLLOUT_KINDS):
-        busy = step.busy_s
-        if step.rollout_s is not None and busy is not None and workers:
-            total += workers * step.rollout_s
-            empty += workers * step.rollout_s - sum(busy.values())
-    return _ratio(empty, total)
+    known = _busy(trace, idle)
+    total = (workers or 0) * sum(duration for duration, _ in known)
+    return _ratio(total - sum(sum(busy.values()) for _, busy in known), total)
 
 
 def worker_bubbles(trace: Trace, *, idle: bool = False) -> dict[str, float]:
@@ -93,14 +89,18 @@ def worker_bubbles(trace: Trace, *, idle: bool = False) -> dict[str, float]:
     Two workers, done at 5 s and 10 s: {"worker 0": 0.5, "worker 1": 0.0}.
     """
     names = [f"worker {worker}" for worker in range(num_workers(trace))]
-    busy_s, total_s = dict.fromkeys(names, 0.0), 0.0
-    for step in _rollouts(trace, _BUSY_KINDS if idle else ROLLOUT_KINDS):
-        busy = step.busy_s
-        if step.rollout_s is not None and busy is not None:
-            total_s += step.rollout_s
-            for name, seconds in busy.items():
-                busy_s[name] = busy_s.get(name, 0.0) + seconds
+    busy_s, known = dict.fromkeys(names, 0.0), _busy(trace, idle)
+    for _, busy in known:
+        for name, seconds in busy.items():
+            busy_s[name] = busy_s.get(name, 0.0) + seconds
+    total_s = sum(duration for duration, _ in known)
     return {name: 1.0 - seconds / total_s for name, seconds in busy_s.items()} if total_s > 0 else {}
+
+
+def _busy(trace: Source, idle: bool) -> list[tuple[float, dict[str, float]]]:
+    """Seconds of each rollout and of its busy workers, where both are known."""
+    steps = _rollouts(trace, _BUSY_KINDS if idle else ROLLOUT_KINDS)
+    return [(s.rollout_s, s.busy_s) for s in steps if s.rollout_s is not None and s.busy_s is not None]
 
 
 def tail_fraction(trace: Source) -> float | None:

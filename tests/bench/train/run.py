@@ -110,10 +110,10 @@ def _resampled(samples: Sequence[Sequence[float]], statistic: Any) -> Interval:
     arrays = [np.asarray(sample, np.float64) for sample in samples]
     estimate = float(statistic(*arrays))
     if min(map(len, arrays)) < 2:
-        return Interval(estimate=estimate, low=float("nan"), high=float("nan"), level=0.95, method="none")
+        return Interval(estimate=estimate, low=float("nan"), high=float("nan"))
     rng = np.random.default_rng(0)
     ends = bootstrap(arrays, statistic, n_resamples=2000, method="percentile", rng=rng).confidence_interval
-    return Interval(estimate=estimate, low=float(ends.low), high=float(ends.high), level=0.95, method="percentile")
+    return Interval(estimate=estimate, low=float(ends.low), high=float(ends.high))
 
 
 def learned(blocks: Sequence[SideRun], side: str, heldout: int) -> dict[str, Any] | None:

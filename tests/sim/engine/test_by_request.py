@@ -238,15 +238,13 @@ def test_a_budget_that_breaks_its_contract_is_refused(tokens):
         batch.advance(nominal(CHAINS[0]).at(CHAINS[0], 2), 1, np.inf)
 
 
-def test_trees_have_no_budget_and_refresh_is_positive():
+def test_trees_have_no_budget():
     tree = Strategy("learned", 8, 4, 48)
     model = load_acceptance("tlt-qwen2.5-32b")
     batch = running(Rates(model=model, costs=COSTS, budgets=[UniformBudget()]), [50])
     regimes = Regimes((NO_SPECULATION, tree), COSTS, model)
     with refused(ConfigError, naming=("trees",)):
         batch.advance(regimes.at(tree, 1), 1, np.inf)
-    with refused(ConfigError, naming=("refresh",)):
-        Rates(model=CURVES, costs=COSTS, refresh=0)
 
 
 # Verified tokens are dear: 80 of them take as long as all else.
