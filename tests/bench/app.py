@@ -15,8 +15,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
 from tltlab.options import command, option
 
-MODEL_FREE = "model-free"
-DRAFTER_PARTS = (MODEL_FREE, "adaptive", "coordination")
+DRAFTER_PARTS = ("adaptive", "coordination")
 
 Batches = Annotated[str, Option(help="Batch sizes, with commas between them.")]
 FirstSeed = Annotated[int, Option(min=0, help="The first seed.")]
@@ -73,14 +72,9 @@ def accuracy(
 @app.command()
 @command
 def drafter(
-    trace: Annotated[Path | None, Argument(help="A trace with tokens; without one the text is made up.")] = None,
-    groups: int | None = _sized("Prompts to take. [default: all of a trace, 2 made up]"),
-    response_tokens: int = option("Length of a made-up response.", 16_384, min=2),
-    depth: int = option("Longest draft of drafters that run no network.", 8, min=1),
     parts: str = option(
-        "What to measure, separated by commas: model-free (a minute on the shipped traces: index time and "
-        "memory), adaptive (6: frozen against trained beside the rollout), coordination (4: what that costs the "
-        "rollout). Times are of two idle cores; a model and a warm-up take 3 more.",
+        "What to measure, separated by commas: adaptive (6 minutes: frozen against trained beside the rollout), "
+        "coordination (4: what that costs the rollout). Times are of two idle cores; model and warm-up take 3 more.",
         ",".join(DRAFTER_PARTS),
     ),
     model: OwnModel = None,
@@ -94,7 +88,7 @@ def drafter(
     out: Folder = None,
     fast: bool = option("A tiny model and little of everything.", False),
 ) -> None:
-    """Drafters: those that run no network, and the adaptive one on real GRPO runs.
+    """The adaptive drafter on real GRPO runs.
 
     Example: tltlab bench drafter --parts adaptive,coordination --out bench
     """
@@ -103,25 +97,14 @@ def drafter(
         if part not in DRAFTER_PARTS:
             raise ConfigError(f"--parts {parts}: no part named {part!r}; there are {', '.join(DRAFTER_PARTS)}")
     _check(out, folder=True)
-    result: dict[str, Any] = {}
-    texts = []
-    if MODEL_FREE in chosen:
-        from .drafters import TEXT, bench_drafters
+    _one_thread()
+    from .adaptive import FAST, BenchSizes, bench_learned, text
 
-        result |= bench_drafters(trace, num_groups=groups, response_tokens=response_tokens, depth=depth)
-        texts.append(shown(result, TEXT))
-    if learned := [part for part in chosen if part != MODEL_FREE]:
-        _one_thread()
-        from .adaptive import FAST, BenchSizes, bench_learned, text
-
-        sizes = changed(
-            FAST if fast else BenchSizes(), model=size, workers=workers, steps=steps, seeds=seeds, pairs=pairs,
-            draft_depth=draft_depth,
-        )  # fmt: skip
-        measured = bench_learned(learned, sizes, model=model, out=out, seed=seed, progress=progress)
-        result |= measured
-        texts.append(text(measured))
-    emit(result, "\n\n".join(texts))
+    sizes = changed(
+        FAST if fast else BenchSizes(), model=size, workers=workers, steps=steps, seeds=seeds, pairs=pairs,
+        draft_depth=draft_depth,
+    )  # fmt: skip
+    _tell(bench_learned(chosen, sizes, model=model, out=out, seed=seed, progress=progress), text)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Common parts of benchmarks: cases in turn, ratios with intervals, separate processes, results as text.
+"""Common parts of benchmarks: cases in turn, ratios with intervals, results as text.
 
 A benchmark is a table of cases, a function that measures one of them, and a `Text` that says what people see.
 """
@@ -6,16 +6,12 @@ A benchmark is a table of cases, a function that measures one of them, and a `Te
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 import re
 import string
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -27,7 +23,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 C = TypeVar("C", bound=Hashable)
-P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound="DataclassInstance")
 Progress = Callable[[str], None]
@@ -47,18 +42,17 @@ def in_turn(
     measure: Callable[[C, int], R],
     rounds: int,
     *,
-    warm_up: int = 1,
     rng: np.random.Generator | None = None,
     progress: Progress = quiet,
 ) -> dict[C, list[R]]:
     """Measure every case once per round, so that a busy machine slows all of them; what each round gave, by case.
 
-    Rounds are numbered from 0; those that warm up are numbered below 0 and do not count. With `rng` the order changes
+    Rounds are numbered from 0; one that warms up has the number -1 and does not count. With `rng` the order changes
     from round to round.
     """
     chosen = list(cases)
     measured: dict[C, list[R]] = {case: [] for case in chosen}
-    for number in range(-warm_up, rounds):
+    for number in range(-1, rounds):
         for at in range(len(chosen)) if rng is None else rng.permutation(len(chosen)):
             value = measure(chosen[at], number)
             if number >= 0:
@@ -82,21 +76,6 @@ def reward_difference(pairs: Sequence[tuple[float, float]], num_prompts: int) ->
     """
     chance = sum(reward * (1 - reward) / num_prompts for pair in pairs for reward in pair)
     return mean_of_few([a - b for a, b in pairs], least_error=math.sqrt(max(chance, 0.0)) / len(pairs))
-
-
-def alone(function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
-    """Return the result of a function in a separate process with little in memory except its module's imports."""
-    # A fork of this process would start with its memory; forks of one that has imported the module start at once.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([function.__module__])
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(function, *args, **options).result()
-
-
-def resident_bytes() -> int | None:
-    """Bytes of this process in memory now; None where there is no /proc."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else None
 
 
 class _Fields(string.Formatter):

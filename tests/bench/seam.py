@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.drafters import made_up
 from bench.gpu import shape
 from bench.harness import Goals, Progress, Table, quiet, shown
 from tltlab.errors import ConfigError
@@ -135,16 +134,31 @@ def _world(folder: Path, max_batch: int) -> World:
     """A small model and texts for `max_batch` requests at a time."""
     from bench.vllm.played import World
 
-    groups = made_up(-(-max_batch // GROUP), 2 * GROUP, RESPONSE_TOKENS)
+    prompts, texts = [], []
+    rng = np.random.default_rng(0)
+    for _ in range(-(-max_batch // GROUP)):
+        phrases = [rng.integers(0, 32_000, rng.integers(8, 25)).tolist() for _ in range(1000)]
+        texts.append([_strung(phrases, rng) for _ in range(2 * GROUP)])
+        prompts.append(rng.integers(0, 32_000, 256).tolist()[:PROMPT_TOKENS])
     return World(
         folder=folder,
         model=str(shape("Qwen2.5-0.5B", folder / "model", layers=1)),
-        prompts=[group.prompt[:PROMPT_TOKENS] for group in groups],
-        texts=[[*group.earlier, *group.replayed] for group in groups],
+        prompts=prompts,
+        texts=texts,
         max_batch=max_batch,
         group=GROUP,
         response_tokens=RESPONSE_TOKENS,
     )
+
+
+def _strung(phrases: Sequence[list[int]], rng: np.random.Generator) -> list[int]:
+    """A response that strings together the phrases of its problem, with a stray token now and then."""
+    text: list[int] = []
+    while len(text) < RESPONSE_TOKENS:
+        text += phrases[min(int(rng.zipf(1.3)), len(phrases)) - 1]
+        if rng.random() < 0.5:
+            text.append(int(rng.integers(0, 32_000)))
+    return text[:RESPONSE_TOKENS]
 
 
 def _played(world: World, case: str, policy: Policy, batch: int, *, cold: bool = False) -> PlayedEngine:
