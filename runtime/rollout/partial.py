@@ -23,6 +23,7 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import PartialConfig
+from tltlab.runtime.run.rows import percentiles
 
 from .collected import (
     Collected,
@@ -38,7 +39,6 @@ from .collected import (
 )
 
 PENDING_FILE = "pending-responses.safetensors"
-LENGTH_PERCENTILES = (50, 90, 99)
 
 _PER_TOKEN = {"token_ids": np.int32, "logprobs": np.float64, "token_versions": np.int32}
 
@@ -117,8 +117,7 @@ class TrainedLengths:
         for name, counts in (("trained", self._trained), ("generated", generated)):
             lengths = np.repeat(list(counts), list(counts.values()))
             figures[f"{name}/length_mean"] = float(lengths.mean())
-            percentiles = zip(LENGTH_PERCENTILES, np.percentile(lengths, LENGTH_PERCENTILES), strict=True)
-            figures |= {f"{name}/length_p{rank}": float(value) for rank, value in percentiles}
+            figures |= percentiles(f"{name}/length_p", lengths)
         return figures | {"trained/length_bias": figures["trained/length_mean"] / figures["generated/length_mean"]}
 
     def state_dict(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tltlab.errors import RunError
 from tltlab.planning.rollout import HELD, Action, Gather, Hold, Move, RolloutState, Shape
 from tltlab.planning.rollout_driver import shared_out
 from tltlab.runtime.engine.generation import FollowUp, FollowUps, GenerationRequest, GenerationResponse, Rollout
+from tltlab.runtime.run.rows import Shares
 
 from .collected import after, delayed, joined
 from .worker import DeferredCalls, EngineWorker, WorkerLost, compact
@@ -108,9 +109,7 @@ class PlannedRollout:
     call begin again, there, from what they had when they came.
     """
 
-    def __init__(
-        self, pool: Any, shares: Sequence[Sequence[GenerationRequest]], rl_step: int, seeds: Sequence[list[int]]
-    ) -> None:
+    def __init__(self, pool: Any, shares: Shares, rl_step: int, seeds: Sequence[list[int]]) -> None:
         self._pool, self._rl_step, self._seeds = pool, rl_step, seeds
         self._requests = {request.key: request for share in shares for request in share}
         # In order of admission.

@@ -52,6 +52,7 @@ from tltlab.runtime.ray.actors import (
 from tltlab.runtime.recipe.engines import EngineBuild, start_timeout_s
 from tltlab.runtime.recipe.planner import costs_of_shapes, engine_gpus
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.rows import Shares
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
@@ -65,7 +66,6 @@ EVALUATION = 1 << 31
 
 Call = Callable[[int, Any], Any]
 """Starts a call: (worker number, actor handle) to an object reference."""
-Shares = Sequence[Sequence[GenerationRequest]]
 SendWeights = Callable[[Sequence[Any], int, WeightTransport], None]
 """Sends workers the weights of a version (`TrainerGroup.send_weights`)."""
 
@@ -134,7 +134,7 @@ class RunHistory:
         prompts = dict.fromkeys(request.key[1] for request in requests)
         return [visit.responses for prompt_id in prompts for visit in self._visits.get(prompt_id, ())]
 
-    def add(self, shares: Sequence[Sequence[GenerationRequest]], parts: Sequence[Rollout], due: NextUse) -> None:
+    def add(self, shares: Shares, parts: Sequence[Rollout], due: NextUse) -> None:
         """Add the whole responses of an RL step. O(tokens)."""
         if not self.window:
             return

@@ -15,8 +15,8 @@ from tltlab.config import FrozenModel
 from tltlab.drafters.base import Key
 from tltlab.files import sealed, write_json
 from tltlab.policies.policy import Policy
-from tltlab.runtime.engine.generation import GenerationRequest, Rollout
-from tltlab.runtime.run.rows import rollout_alone
+from tltlab.runtime.engine.generation import Rollout
+from tltlab.runtime.run.rows import Shares, rollout_alone
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
 
@@ -52,7 +52,7 @@ class SessionRecorder(Recorder):
     def add(
         self,
         visit: Visit,
-        shares: Sequence[Sequence[GenerationRequest]],
+        shares: Shares,
         parts: Sequence[Rollout],
         epochs: Mapping[Key, int] | None = None,
         *,

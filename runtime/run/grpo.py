@@ -53,7 +53,7 @@ from .inputs import check_inputs
 from .logging import RunLog
 from .memory import ProcessMemory
 from .placement import GpuPlacement
-from .rows import StepReport, heldout_figures, repeat_row, run_manifest, step_metrics, step_rows, summary_of
+from .rows import Shares, StepReport, heldout_figures, repeat_row, run_manifest, step_metrics, step_rows, summary_of
 from .state import RunEvents, RunState, read_state, write_state
 
 Done = TypeVar("Done")
@@ -546,7 +546,7 @@ class GrpoRun:
         """Return the calls that a rollout may make to engines, trainers and rewards."""
         every = self.recipe.rollout.repeat_every
         repeats = bool(every) and rl_step % every == 0
-        self._first: tuple[Sequence[Sequence[GenerationRequest]], Sequence[Rollout], float] | None = None
+        self._first: tuple[Shares, Sequence[Rollout], float] | None = None
         self._scored: list[Scored] = []
 
         def generate(
@@ -601,7 +601,7 @@ class GrpoRun:
 
     def _repeat(
         self,
-        shares: Sequence[Sequence[GenerationRequest]],
+        shares: Shares,
         parts: Sequence[Rollout],
         rollout_s: float,
         rl_step: int,

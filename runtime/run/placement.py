@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -65,17 +66,17 @@ class GpuPlacement:
     def worker_options(self, number: int) -> ActorOptions:
         """Return `Actor.options` for rollout worker `number`; "env_vars" belongs into its runtime_env."""
         if not self._shares:
-            return self._alone(number, self.bundles.workers[0])
+            return self._options(number, self.bundles.workers[0])
         gpus = self._gpus[number]
         bundle, first = self.bundles.place_of(gpus[0])
-        return self._shared(bundle, self._visible[bundle][first : first + len(gpus)])
+        return self._options(bundle, 0, self._visible[bundle][first : first + len(gpus)])
 
     def trainer_options(self, rank: int) -> ActorOptions:
         """Return the same for trainer rank `rank`."""
         if self.bundles.colocated:
             bundle, gpu = self.bundles.place_of(rank)
-            return self._shared(bundle, [self._visible[bundle][gpu]])
-        return self._alone(sum(1 for num_gpus in self.bundles.workers if num_gpus) + rank, self.bundles.ranks[rank])
+            return self._options(bundle, 0, [self._visible[bundle][gpu]])
+        return self._options(sum(1 for num_gpus in self.bundles.workers if num_gpus) + rank, self.bundles.ranks[rank])
 
     def close(self) -> None:
         """Release the GPUs; actors that still run in a bundle are ended."""
@@ -85,14 +86,15 @@ class GpuPlacement:
             remove_placement_group(self._group)
         self._group, self._holders, self._visible = None, [], []
 
-    def _alone(self, bundle: int, gpus: float) -> ActorOptions:
+    def _options(self, bundle: int, gpus: float, visible: Sequence[str] = ()) -> ActorOptions:
+        """Return options of an actor that has GPUs to itself, sees those of a bundle, or has none."""
+        env = {}
+        if visible:
+            # For an actor without GPUs Ray keeps the variable unless this override empties it.
+            env = {"CUDA_VISIBLE_DEVICES": ",".join(visible), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         anywhere = "SPREAD" if self.num_nodes > 1 else "DEFAULT"
-        return _options(gpus, self._in(bundle) if gpus else anywhere, {})
-
-    def _shared(self, bundle: int, visible: list[str]) -> ActorOptions:
-        # For an actor without GPUs Ray keeps the variable unless this override empties it.
-        env = {"CUDA_VISIBLE_DEVICES": ",".join(visible), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-        return _options(0, self._in(bundle), env)
+        strategy = self._in(bundle) if gpus or visible else anywhere
+        return {"num_cpus": 0, "num_gpus": gpus, "scheduling_strategy": strategy, "env_vars": env}
 
     def _in(self, bundle: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(
@@ -139,7 +141,3 @@ class _Holder:
     def visible(self) -> list[str]:
         """Return the GPUs by the names of CUDA_VISIBLE_DEVICES."""
         return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-
-
-def _options(num_gpus: float, strategy: Any, env_vars: dict[str, str]) -> ActorOptions:
-    return {"num_cpus": 0, "num_gpus": num_gpus, "scheduling_strategy": strategy, "env_vars": env_vars}

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from tltlab.arrays import Array
+from tltlab.arrays import Array, Ints
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import Drafters, DrafterSpec
 from tltlab.errors import TraceError
@@ -44,6 +44,9 @@ _OFF_POLICY = {
     "staleness": "staleness/mean", "off_policy_share": "staleness/off_policy_share",
     "dropped_groups": "trained/dropped_groups", "length_bias": "trained/length_bias",
 }  # fmt: skip
+
+Shares = Sequence[Sequence[GenerationRequest]]
+"""Requests by worker."""
 
 _WAIT_S = 1e-3
 """Seconds between two iterations in which an engine has waited for requests."""
@@ -94,7 +97,7 @@ class StepReport:
 
 def step_rows(
     report: StepReport,
-    shares: Sequence[Sequence[GenerationRequest]],
+    shares: Shares,
     parts: Sequence[Rollout],
     *,
     rewards: Mapping[Key, float],
@@ -167,7 +170,7 @@ def step_rows(
 def rollout_alone(
     rl_step: int,
     policy: str,
-    shares: Sequence[Sequence[GenerationRequest]],
+    shares: Shares,
     parts: Sequence[Rollout],
     *,
     epochs: Mapping[Key, int],
@@ -392,14 +395,19 @@ def _rollout(rollout_s: float, rows: Mapping[str, Rows]) -> dict[str, float | No
     return {f"rollout/{figure.__name__}": figure(trace) for figure in _FIGURES}
 
 
+def percentiles(name: str, lengths: Ints) -> dict[str, float]:
+    """Return `LENGTH_PERCENTILES` by rank, after the beginning of their names."""
+    found = zip(LENGTH_PERCENTILES, np.percentile(lengths, LENGTH_PERCENTILES), strict=True)
+    return {f"{name}{rank}": float(value) for rank, value in found}
+
+
 def _lengths(outcomes: Rows) -> dict[str, float | None]:
     ended = [row for row in outcomes if row["finish_reason"] != "abort"]
     if not ended:
         return {}
     lengths = np.array([row["response_tokens"] for row in ended])
-    percentiles = zip(LENGTH_PERCENTILES, np.percentile(lengths, LENGTH_PERCENTILES), strict=True)
     return {
-        **{f"length/p{rank}": float(value) for rank, value in percentiles},
+        **percentiles("length/p", lengths),
         "length/max": float(lengths.max()),
         "length/mean": float(lengths.mean()),
         "length/truncated_fraction": sum(row["finish_reason"] == "length" for row in ended) / len(ended),

@@ -88,9 +88,7 @@ class TrainingValues:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int) -> TrainingValues:
-        lengths = torch.tensor([len(s.token_ids) for s in samples])
-        truncated = torch.tensor([s.truncated for s in samples], dtype=torch.bool)
-        groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
+        lengths, truncated, groups = _tensors(samples)
         own = [s.advantage for s in samples if s.advantage is not None]
         advantage = torch.tensor(own, dtype=torch.float32)
         if len(own) < len(samples):
@@ -106,12 +104,22 @@ class TrainingValues:
         )
 
 
-def shaped(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int) -> Tensor:
-    """Return the training rewards [N], float32, after `train.overlong` (`shape_rewards`)."""
-    return shape_rewards(
-        torch.tensor([s.reward for s in samples], dtype=torch.float32),
+def _tensors(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return lengths in tokens, whether truncated, and groups, [N] each."""
+    return (
         torch.tensor([len(s.token_ids) for s in samples]),
         torch.tensor([s.truncated for s in samples], dtype=torch.bool),
+        torch.tensor([s.group for s in samples], dtype=torch.int64),
+    )
+
+
+def shaped(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int) -> Tensor:
+    """Return the training rewards [N], float32, after `train.overlong` (`shape_rewards`)."""
+    lengths, truncated, _ = _tensors(samples)
+    return shape_rewards(
+        torch.tensor([s.reward for s in samples], dtype=torch.float32),
+        lengths,
+        truncated,
         overlong=config.overlong,
         buffer=config.overlong_buffer,
         max_response_tokens=max_response_tokens,
@@ -155,11 +163,12 @@ class OwnAdvantage:
             return []
         rollout, labels = self._recipe.rollout, [term.label for term in self._recipe.reward_terms]
         values = zip(*(sample.terms for sample in samples), strict=True)
+        lengths, truncated, groups = _tensors(samples)
         arguments = (
             shaped(samples, self._recipe.train, rollout.max_response_tokens),
-            torch.tensor([sample.group for sample in samples]),
-            torch.tensor([len(sample.token_ids) for sample in samples]),
-            torch.tensor([sample.truncated for sample in samples]),
+            groups,
+            lengths,
+            truncated,
             {label: torch.tensor(each, dtype=torch.float32) for label, each in zip(labels, values, strict=True)},
         )
         # Standard output is for results.
