@@ -20,6 +20,8 @@ LEVELS = (
     0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99, 0.995, 0.999,
 )  # fmt: skip
 _MIN_BEYOND = 3
+_MOST_LONGER = 2.0
+"""Drawn responses are at most this many times as long as the longest one seen, or as long as the cap."""
 _MIN_FINISHED = 10
 _MIN_PEAKS = 50
 _MIN_DRIFT_STEPS = 5
@@ -46,12 +48,12 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
     median_growth = _growth(rows, notes)
     log_tokens: Floats = rows["y"].to_numpy() - rows["step"].to_numpy() * math.log1p(median_growth)
     quantiles = _quantiles(log_tokens, rows["cut"].to_numpy())
-    longest = pareto_tail(np.exp(log_tokens), rows["cut"].to_numpy(), quantiles[-1][1])
-    notes.append(_tail_note(longest, quantiles[-1], float(rows["at_cap"].mean())))
+    tail = pareto_tail(np.exp(log_tokens), rows["cut"].to_numpy(), quantiles[-1][1])
+    notes.append(_tail_note(tail, quantiles[-1], float(rows["at_cap"].mean())))
     notes.append("prompt memory is an assumption")
     model = LengthModel(
         quantiles=quantiles,
-        tail=longest,
+        tail=tail,
         prompt_share=0.0,
         max_response_tokens=int(rows["cap"].max()),
         median_growth=median_growth,
@@ -168,6 +170,7 @@ def pareto_tail(tokens: Floats, cut: Flags, last: float) -> ParetoTail | None:
     and at most a tenth; most of them have to have ended. Shape and scale have the largest likelihood for the excesses,
     those that were cut as lower bounds, times the penalty of Coles and Dixon (1999), which keeps the mean finite:
     exp(1 - 1 / (1 - shape)) above 0. The error of the shape is (1 + shape) / sqrt(number that ended) (Smith 1987).
+    No response is drawn that is more than twice as long as the longest of these.
     """
     from scipy.optimize import minimize
 
@@ -198,7 +201,8 @@ def pareto_tail(tokens: Floats, cut: Flags, last: float) -> ParetoTail | None:
     if scale <= 0:
         # A bounded tail that ends at the last quantile: there is nothing beyond it to draw.
         return None
-    return ParetoTail(scale=scale, shape=shape, shape_error=(1 + shape) / math.sqrt(float(ended.sum())))
+    error, most = (1 + shape) / math.sqrt(float(ended.sum())), _MOST_LONGER * float(tokens.max()) - last
+    return ParetoTail(scale=scale, shape=shape, shape_error=error, most=most)
 
 
 def _tail_note(tail: ParetoTail | None, last: tuple[float, float], cap_mass: float) -> str:
@@ -209,7 +213,7 @@ def _tail_note(tail: ParetoTail | None, last: tuple[float, float], cap_mass: flo
         return f"{region} too few are long for a tail: the last two quantiles are extrapolated{at_cap}"
     return (
         f"{region} a generalised Pareto tail, shape {tail.shape:.2f} +- {tail.shape_error:.2f}, scale "
-        f"{tail.scale:.0f} tokens{at_cap}"
+        f"{tail.scale:.0f} tokens, and none above {last[1] + (tail.most or 0):.0f}, twice the longest seen{at_cap}"
     )
 
 

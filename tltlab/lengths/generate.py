@@ -153,13 +153,13 @@ def generate_steps(
         )
     if seed < 0:
         raise ConfigError(f"seed is {seed}, it must be at least 0")
-    prompt_rng, sample_rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
+    prompt_rng, sample_rng, tail_rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(3))
     if num_prompts is None:
         prompts = _new_prompts(model, prompts_per_step, prompt_rng)
     else:
         prompts = _recurring_prompts(model, prompts_per_step, num_prompts, prompt_rng)
     return (
-        _tables(model, rl_step, group, group_size, sample_rng)
+        _tables(model.with_tail_drawn(tail_rng), rl_step, group, group_size, sample_rng)
         for rl_step, group in enumerate(islice(prompts, num_rl_steps))
     )
 

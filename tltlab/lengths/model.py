@@ -27,7 +27,8 @@ class ParetoTail(FrozenModel):
         P(excess > x) = (1 + shape x / scale)^(-1 / shape),        exp(-x / scale) at shape 0.
 
     `shape_error` is the standard error of the shape, None where it was not estimated. Beyond a higher threshold, `by`
-    tokens up, the excess has the same shape and the scale `scale + shape * by`.
+    tokens up, the excess has the same shape and the scale `scale + shape * by`. With `most` no excess is larger (the
+    law is that of those below), and the tail is a family: each RL step has a shape `drawn` from what is known of it.
 
     >>> tail = ParetoTail(scale=1000.0, shape=0.25)
     >>> round(float(tail.excess(np.array([math.log(100)]))[0]))
@@ -37,9 +38,22 @@ class ParetoTail(FrozenModel):
     scale: float = Field(gt=0, allow_inf_nan=False)
     shape: float = Field(gt=-1, lt=1)
     shape_error: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    most: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    def drawn(self, rng: np.random.Generator) -> Self:
+        """One of the family; without `most` there is no other."""
+        if self.most is None or self.shape_error is None:
+            return self
+        shape = self.shape + self.shape_error * float(rng.standard_normal())
+        return self.model_copy(update={"shape": min(max(shape, -0.5), 0.95)})
 
     def excess(self, rarity: Floats) -> Floats:
         """Excess in tokens that a share e^-rarity of those beyond the threshold exceed."""
+        if self.most is not None:
+            grown = 1 + self.shape * self.most / self.scale
+            light = abs(self.shape) < 1e-9
+            beyond = math.exp(-self.most / self.scale) if light else max(grown, 0.0) ** (-1 / self.shape)
+            rarity = -np.log(beyond + (1 - beyond) * np.exp(-rarity))
         if abs(self.shape) < 1e-9:
             return self.scale * rarity
         return self.scale / self.shape * np.expm1(self.shape * rarity)
@@ -117,9 +131,14 @@ class LengthModel(StoredModel):
             new["tail"] = None
         if median is not None:
             new["quantiles"] = tuple((p, tokens * median / middle) for p, tokens in new["quantiles"])
-            if new["tail"]:
-                new["tail"]["scale"] *= median / middle
+            for name in ("scale", "most"):
+                if new["tail"] and new["tail"][name] is not None:
+                    new["tail"][name] *= median / middle
         return self._checked(new, "lengths")
+
+    def with_tail_drawn(self, rng: np.random.Generator) -> Self:
+        """The same model with one of its family of tails."""
+        return self if self.tail is None else self.model_copy(update={"tail": self.tail.drawn(rng)})
 
     def log_tokens(self, scores: Floats, rl_step: int = 0) -> Floats:
         """Log length, neither rounded nor cut, at standard normal scores."""

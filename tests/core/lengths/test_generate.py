@@ -292,6 +292,19 @@ def test_peaks_over_a_threshold_fit_the_tail(shape):
         assert found.scale / (1 - found.shape) == pytest.approx(scale / (1 - shape), rel=0.2)
 
 
+def test_a_fitted_tail_is_a_family_that_ends_at_twice_the_longest_seen():
+    seen = draw(HEAVY, prompts=700)
+    longest = int(seen.outcomes["response_tokens"].max())
+    model = fit_lengths(seen)
+    assert f"none above {2 * longest}, twice the longest" in " ".join(model.notes)
+    heavy = {"tail": model.tail.model_copy(update={"shape": 0.9}), "max_response_tokens": 10**6}
+    drawn = draw(model.model_copy(update=heavy), prompts=3000).outcomes["response_tokens"].max()
+    assert 1.5 * longest < drawn <= 2 * longest
+    rng = np.random.default_rng(0)
+    assert np.std([model.tail.drawn(rng).shape for _ in range(500)]) == pytest.approx(model.tail.shape_error, rel=0.1)
+    assert (unbounded := with_tail(1500.0, 0.3).tail).drawn(rng) is unbounded
+
+
 def test_too_few_long_responses_have_no_tail():
     tokens = np.random.default_rng(0).lognormal(6, 1, size=400)
     assert pareto_tail(tokens, np.zeros(400, bool), 2000.0) is None
