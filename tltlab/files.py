@@ -18,12 +18,14 @@ import stat
 import sys
 import tempfile
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
@@ -35,6 +37,8 @@ MOST_JSON_BYTES = 256 << 20
 """Most bytes of a JSON file, which is read as a whole."""
 SUM_SUFFIX = ".sha256"
 """Suffix of the file with the SHA-256 of the one next to it."""
+MOST_TIMES, UNPACKED_BYTES = 64, 64 << 20
+"""Most bytes that a packed file may be unpacked to: this many times its own, and this many more."""
 PACKED = (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4", ".zip")
 """Endings of files that `open_unpacked` unpacks."""
 _PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ": "xz",
@@ -52,11 +56,21 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def parse_json(data: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError, also for what is nested deeper than Python's parser goes."""
+    """The value of a JSON text. Raises ValueError, also for what is nested deeper than Python's parser goes.
+
+    A name twice in an object is a ValueError too, as it is in a table.
+    """
     try:
-        return json.loads(data)
+        return json.loads(data, object_pairs_hook=_unique)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Json:
+    if len(fields := dict(pairs)) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{name!r} is there twice")
+    return fields
 
 
 def json_lines(path: Path) -> tuple[Json, ...]:
@@ -100,17 +114,22 @@ def open_unpacked(path: Path) -> BinaryIO:
     file = open_input(path)
     head = file.peek(6)[:6]
     if head.startswith(b"PK\x03\x04"):
-        return _zip_member(file)
+        return io.BufferedReader(_Unpacked(file, _zip_member(file)))
     how = next((how for sign, how in _PACKINGS.items() if head.startswith(sign)), None)
-    return file if how is None else io.BufferedReader(_Unpacked(file, how))
+    if how is None:
+        return file
+    openers: dict[str, Callable[[Any], Any]] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
+    # Python has the others from 3.14 on.
+    opener = openers.get(how) or partial(import_module("pyarrow").input_stream, compression=how)
+    return io.BufferedReader(_Unpacked(file, opener(file)))
 
 
-def _zip_member(file: IO[bytes]) -> BinaryIO:
+def _zip_member(file: IO[bytes]) -> IO[bytes]:
     try:
         archive = zipfile.ZipFile(file)
         names = [name for name in archive.namelist() if not name.endswith("/")]
         if len(names) == 1:
-            return io.BufferedReader(cast(io.RawIOBase, archive.open(names[0])))
+            return archive.open(names[0])
     except (zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
         raise OSError(f"it cannot be unpacked: {error}") from error
     raise OSError(
@@ -120,15 +139,10 @@ def _zip_member(file: IO[bytes]) -> BinaryIO:
 
 
 class _Unpacked(io.RawIOBase):
-    """Content of a packed file, unpacked as it is read."""
+    """Content of a packed file, unpacked as it is read; OSError where it is `MOST_TIMES` as long as the file."""
 
-    def __init__(self, file: IO[bytes], how: str) -> None:
-        openers: dict[str, Callable[[Any], Any]] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
-        if how in openers:
-            self._stream = openers[how](file)
-        else:
-            # Python has these from 3.14 on.
-            self._stream = import_module("pyarrow").input_stream(file, compression=how)
+    def __init__(self, file: IO[bytes], stream: Any) -> None:
+        self._stream, self._left = stream, MOST_TIMES * os.fstat(file.fileno()).st_size + UNPACKED_BYTES
 
     def readable(self) -> bool:
         return True
@@ -140,6 +154,9 @@ class _Unpacked(io.RawIOBase):
             raise
         except Exception as error:  # each way of packing has its own errors
             raise OSError(f"it cannot be unpacked: {error}") from error
+        self._left -= len(data)
+        if self._left < 0:
+            raise OSError(errno.EFBIG, f"what is packed is more than {MOST_TIMES} times its size: unpack it first")
         buffer[: len(data)] = data
         return len(data)
 

@@ -11,7 +11,7 @@ import io
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import open_unpacked, parse_json
 
-from .rows import TABLES, ending, rows_of, whole_json
+from .rows import MOST_ROWS, TABLES, ending, rows_of, separator_of, whole_json
 from .step_metrics import ANY, FORMS, KNOWN, Form, Record, plain_key
 
 EVENT_FILES = "events.out.tfevents*"
@@ -144,8 +144,10 @@ def _from_table(path: Path) -> Iterator[Record]:
 
 def _cut_row(path: Path) -> str | None:
     """The place of the last row, where it has not as many cells as the header. Raises TraceError for others."""
+    with open_unpacked(path) as file:
+        separator = separator_of(path, file.read(_MOST_LINE_BYTES))
     with io.TextIOWrapper(open_unpacked(path), encoding="utf-8-sig", errors="replace", newline="") as file:
-        reader = csv.reader(file, delimiter="," if ending(path) == ".csv" else "\t")
+        reader = csv.reader(file, delimiter=separator)
         rows = [(f"line {reader.line_num}", len(cells)) for cells in reader if cells]
     cut = [place for place, num in rows if num != rows[0][1]]
     if cut and cut != [rows[-1][0]]:
@@ -178,6 +180,9 @@ def _lines(path: Path) -> Iterator[_Line]:
     """A progress bar ends in a carriage return, so several texts share a line."""
     with open_unpacked(path) as file:
         for at, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES), b""), 1):
+            if len(line) == _MOST_LINE_BYTES or at > MOST_ROWS:
+                most = f"{_MOST_LINE_BYTES >> 20} MiB in a line, {MOST_ROWS:,} lines"
+                raise TraceError(f"{path}, line {at}: more than is read of a log, {most}")
             *whole, rest = _COLOURS.sub("", line.decode("utf-8", "replace")).replace("\r", "\n").split("\n")
             for text in (*whole, rest):
                 if text.strip():
@@ -260,13 +265,22 @@ def _items(form: Form, text: str) -> tuple[dict[str, Any], str | None, bool]:
         return _dict(text)
     if form.items == "table":
         cells = [cell.strip() for cell in _BAR.split(text)]
-        return dict(zip(cells[1:-1:2], cells[2:-1:2], strict=False)), None, bool(cells[-1])
+        return _once(zip(cells[1:-1:2], cells[2:-1:2], strict=False)), None, bool(cells[-1])
     if form.items == "equals":
-        fields = {name: value.rstrip(",;|") for name, value in _EQUALS.findall(text)}
+        fields = _once((name, value.rstrip(",;|")) for name, value in _EQUALS.findall(text))
         return fields, next(reversed(fields), None), False
     items = [item.partition(":") for item in text.split(form.items)]
-    fields = {name.strip(): value.strip() for name, colon, value in items if colon}
+    fields = _once((name.strip(), value.strip()) for name, colon, value in items if colon)
     return fields, next(reversed(fields), None), form.items == " - " and not items[-1][1]
+
+
+def _once(items: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Return items by name, without names that have two values."""
+    fields, twice = dict[str, Any](), set[str]()
+    for name, value in items:
+        if fields.setdefault(name, value) != value:
+            twice.add(name)
+    return {name: value for name, value in fields.items() if name not in twice}
 
 
 def _dict(text: str) -> tuple[dict[str, Any], None, bool]:
@@ -276,7 +290,7 @@ def _dict(text: str) -> tuple[dict[str, Any], None, bool]:
         return fields if isinstance(fields, dict) else {}, None, False
     whole, is_closed, _ = text.partition("}")
     return (
-        {name: value.strip().strip("'\"") for _, name, value in _DICT_ITEM.findall(whole + is_closed)},
+        _once((name, value.strip().strip("'\"")) for _, name, value in _DICT_ITEM.findall(whole + is_closed)),
         None,
         not is_closed,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from tltlab.config import shown
 from tltlab.errors import TraceError
+from tltlab.traces.storage import MOST_ROWS
 
 from .fields import (
     APART,
@@ -37,7 +39,7 @@ from .fields import (
     parsed,
     plain,
 )
-from .rows import BY_OPTION, Reading, Records, Row, flat, text_id
+from .rows import BY_OPTION, MOST_COLUMNS, Reading, Records, Row, flat, text_id
 from .token_counts import NoTokenCounter
 
 RECORD = "#record"
@@ -136,6 +138,8 @@ class Reader:
                 if not (spread := self._spread(file, chunk)):
                     break
                 chunk = spread
+            if (num := len({name for _, fields in chunk for name in fields})) > MOST_COLUMNS:
+                raise TraceError(f"{file}: its records have {num:,} names, and at most {MOST_COLUMNS:,} are read")
             frame = pd.DataFrame([fields for _, fields in chunk], index=[place for place, _ in chunk], dtype=object)
             yield Records(file=file, frame=frame, rl_step=rl_step)
 
@@ -363,6 +367,7 @@ class Reader:
 
     def read(self, records: Records) -> pd.DataFrame:
         """Return a row of numbers for each response of some records, with candidates for its prompt's name."""
+        records = self._counted(records)
         frame = records.frame
         self.columns |= dict.fromkeys(name for name in map(str, frame.columns) if not name.startswith("#"))
         own = list(frame.columns)
@@ -400,6 +405,19 @@ class Reader:
         if RECORD in frame:
             result[RECORD] = frame[RECORD].to_numpy()
         return result
+
+    def _counted(self, records: Records) -> Records:
+        """Return the records of a histogram, lengths and how many responses have them, as one for each response."""
+        frame = records.frame
+        columns, kinds = matches(frame.columns, "count"), {kind for column in frame for kind in kind_of(str(column))}
+        if not columns or not kinds & {*_SIZES, "response_tokens"} or kinds & KINDS["of_response"]:
+            return records
+        counts = self._whole(records, columns[0], 0)
+        if counts.sum() > MOST_ROWS:
+            raise TraceError(f"{records.file}: {counts.sum():,.0f} responses, and at most {MOST_ROWS:,} are read")
+        self.use("count", columns[0])
+        self.note(f"a row stands for as many responses as {columns[0]} says")
+        return replace(records, frame=frame.iloc[np.repeat(np.arange(len(frame)), counts.astype(np.int64))])
 
     def _prompts(self, records: Records) -> Any:
         """The `text_id` of each prompt's text, of what a conversation begins with, or of its token ids; else None."""

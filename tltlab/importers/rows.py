@@ -4,7 +4,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field
 from itertools import chain, count, pairwise
@@ -32,6 +32,8 @@ _MOST_FIELDS, _MOST_DEPTH = 256, 32
 """Most levels of objects within a record that are taken apart."""
 _STEP_OF_NAME = re.compile(r"\A(?:.*?[_.-])?(?:step)?(\d+)")
 BY_OPTION = "`tltlab trace import` and `tltlab what-if` take {}"
+MOST_COLUMNS = 1 << 12
+"""Most columns of a table, or names in the records that are read at once."""
 TABLES = (".csv", ".tsv", ".tab")
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *TABLES)
 
@@ -112,6 +114,17 @@ def _lines(file: TextIO, path: Path) -> Iterator[tuple[int, str]]:
         yield at, line
 
 
+def separator_of(path: Path, data: bytes) -> str:
+    """Return what is between the cells of a table, by its first line. Raises OSError for too many cells."""
+    first = data.removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n")[: 1 << 20].partition(b"\n")[0]
+    # A comma may also be within a number.
+    marks = "\t" if ending(path) in (".tsv", ".tab") else ";\t|,"
+    separator = max(marks, key=lambda mark: first.count(mark.encode()))
+    if (num := first.count(separator.encode())) >= MOST_COLUMNS:
+        raise OSError(f"it has {num + 1:,} columns, and at most {MOST_COLUMNS:,} are read")
+    return separator
+
+
 def table_of(path: Path, most_rows: int | None = None) -> pd.DataFrame:
     """Return a CSV's cells as text, indexed by line; c0, c1, ... are columns without a header. Raises TraceError.
 
@@ -125,9 +138,7 @@ def table_of(path: Path, most_rows: int | None = None) -> pd.DataFrame:
             raise OSError(f"it has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
         if (lines := data.count(b"\n")) > MOST_ROWS:
             raise OSError(f"it has {lines:,} lines, and at most {MOST_ROWS:,} are read")
-        first = data.lstrip(b"\r\n")[: 1 << 16].partition(b"\n")[0]
-        # A comma may also be within a number.
-        separator = max(";\t|,", key=lambda mark: first.count(mark.encode()))
+        separator = separator_of(path, data)
         frame = pd.read_csv(
             io.BytesIO(data), header=None, dtype=str, keep_default_na=False, skip_blank_lines=False,
             encoding="utf-8-sig", sep=separator, nrows=most_rows,
@@ -143,9 +154,16 @@ def table_of(path: Path, most_rows: int | None = None) -> pd.DataFrame:
     if len(frame) and pd.to_numeric(frame.iloc[0], errors="coerce").isna().all():
         frame.columns = pd.Index(frame.iloc[0].astype(object))
         frame = frame.iloc[1:]
+        check_unique(path, frame.columns)
     else:
         frame.columns = pd.Index([f"c{i}" for i in range(frame.shape[1])])
     return frame
+
+
+def check_unique(source: object, names: Sequence[Any]) -> None:
+    """Raise TraceError for a column that is there twice."""
+    if (twice := pd.Index(names).duplicated()).any():
+        raise TraceError(f"{source}: column {names[int(np.argmax(twice))]!r} is there twice")
 
 
 def _json_rows(path: Path, place: str, value: Any) -> Iterator[Row]:
@@ -168,6 +186,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     try:
         check_parquet(path)
         with pq.ParquetFile(path) as file:
+            check_unique(path, file.schema_arrow.names)
             rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
             yield from ((f"row {number}", fields) for number, fields in enumerate(rows))
     except (OSError, pa.ArrowException) as error:

@@ -30,6 +30,7 @@ from .rows import (
     Reading,
     Records,
     Row,
+    check_unique,
     dump_files,
     ending,
     flat,
@@ -191,8 +192,7 @@ def _of_frame(frame: pd.DataFrame, file: str, reader: Reader) -> Iterator[Record
     """A table; where cells hold lists or objects, its rows are read as other records are."""
     if frame.empty:
         raise TraceError(f"{file}: no rows; wanted one response length per line")
-    if not frame.columns.is_unique:
-        raise TraceError(f"{file}: column {frame.columns[frame.columns.duplicated()][0]!r} is there twice")
+    check_unique(file, frame.columns)
     frame = frame.rename(columns=str)
     nested = [
         name for name in frame.columns if _is_nested(name, next((c for c in frame[name] if not is_missing(c)), None))

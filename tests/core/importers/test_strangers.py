@@ -1,15 +1,26 @@
 """Files of others that contradict themselves, or say what is needed under another name: read right or refused."""
 
+import gzip
 import json
+import re
+import time
+from functools import partial
 
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.refused import refused
 from tests.traces_of_lengths import import_dump
+from tltlab import files
+from tltlab.doctor.signatures import SIGNATURES
 from tltlab.errors import TraceError
+from tltlab.importers import fields, metrics_log, responses, rows, step_metrics
 from tltlab.importers.token_counts import CharsPerToken
 
 from .test_formats import check, jsonl
+from .test_records import PACKERS
 
 
 @pytest.mark.parametrize(
@@ -48,10 +59,7 @@ def test_a_total_says_what_is_beside_a_response(tmp_path, usage, tokens, prompt_
 @pytest.mark.parametrize(
     ("usage", "facts"),
     [
-        (
-            {"prompt_tokens": 5, "completion_tokens": 9, "total_tokens": 84},
-            ("total_tokens", 84, "completion_tokens", 14),
-        ),
+        ({"prompt_tokens": 5, "completion_tokens": 9, "total_tokens": 84}, (84, "completion_tokens", 14)),
         ({"completion_tokens": 9, "total_tokens": 5}, ("total_tokens", 5, "completion_tokens", 9)),
         ({"completion_tokens": 9, "reasoning_tokens": 70}, ("reasoning_tokens", 70, "completion_tokens", 9)),
     ],
@@ -81,3 +89,125 @@ def test_reasoning_beside_a_response_counts(tmp_path, record):
     said = {name: value if isinstance(value, str) else json.dumps(value) for name, value in record.items()}
     rows = jsonl(tmp_path / "b.jsonl", {"prompt": "q"} | said)
     check(import_dump(rows, tokens=CharsPerToken(1)), response_tokens=[49])
+
+
+PATTERNS = {
+    **{name: value for module in (metrics_log, rows, step_metrics, fields) for name, value in vars(module).items()},
+    **{f"{form.begins.pattern}": form.begins for form in step_metrics.FORMS},
+    **{f"{row.name} {name}": getattr(row, name) for row in step_metrics.FRAMEWORKS for name in ("marks", "timers")},
+    **{part: re.compile(part, re.IGNORECASE) for row in SIGNATURES for part in (*row.patterns, row.context)},
+}
+PATTERNS = {name: value for name, value in PATTERNS.items() if isinstance(value, re.Pattern)}
+MEGABYTE = 1 << 20
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_no_pattern_takes_long_over_any_text(name):
+    start = time.process_time()
+    for text in ("x", " ", "1", "=", "\x1b[", "a_", "a'b': ", "- a", "np.f("):
+        whole = (text * (MEGABYTE // len(text))).encode()
+        for _ in PATTERNS[name].finditer(whole if isinstance(PATTERNS[name].pattern, bytes) else whole.decode()):
+            pass
+    assert time.process_time() - start < 2.0
+
+
+@pytest.mark.parametrize("text", ["x", " ", "[", '{"a":', "a,"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.log"])
+def test_a_long_word_is_answered_at_once(tmp_path, name, text):
+    words = text * (MEGABYTE // 4 // len(text))
+    for line in (words, json.dumps({"a": words}), f"step:1 - {words}", f"step 1: {{'a': {words}"):
+        (tmp_path / name).write_text(line)
+        start = time.process_time()
+        with pytest.raises(TraceError):
+            import_dump(tmp_path / name)
+        assert time.process_time() - start < 5.0
+
+
+LENGTHS = [512, 512, 512, 7, 90, 90]
+
+
+@pytest.mark.parametrize("mark", [",", "\t", ";"])
+@pytest.mark.parametrize("name", ["length,count", "response_tokens,frequency", "output_len,num_responses"])
+def test_a_histogram_is_its_lengths(tmp_path, name, mark):
+    rows = [name, "512,3", "7,1", "90,2", "33,0"]
+    path = tmp_path / ("h.tsv" if mark == "\t" else "h.csv")
+    path.write_text("\n".join(rows).replace(",", mark))
+    check(import_dump(path), response_tokens=LENGTHS)
+    column, count = name.split(",")
+    records = [{column: length, count: num} for length, num in ((512, 3), (7, 1), (90, 2))]
+    check(import_dump(jsonl(tmp_path / "h.jsonl", *records)), response_tokens=LENGTHS)
+    many = jsonl(tmp_path / "many.jsonl", *[{column: 5, count: 10**7}] * 2)
+    with refused(TraceError, naming=("20,000,000",)):
+        import_dump(many)
+
+
+def test_a_count_beside_prompts_is_no_histogram(tmp_path):
+    trace = import_dump(jsonl(tmp_path / "a.jsonl", {"prompt_id": "p", "response_tokens": 5, "count": 3}))
+    check(trace, response_tokens=[5])
+    assert "not read: count" in trace.manifest.notes
+
+
+COLUMNS = {"response_tokens": [5, 9], "prompt_tokens": [1, 2]}
+
+
+@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "json", "parquet", "csv.gz", "jsonl.gz"])
+def test_a_name_twice_is_refused_in_every_format(tmp_path, form):
+    path, (ending, *packed) = tmp_path / f"a.{form}", form.split(".")
+    marks = {"csv": ",", "tsv": "\t"}
+    if ending == "parquet":
+        pq.write_table(pa.table([[5, 9], [6, 9]], names=["response_tokens", "response_tokens"]), path)
+    elif ending in marks:
+        path.write_text(marks[ending].join(["response_tokens", "response_tokens\n5", "6\n9", "9\n"]))
+    else:
+        row = '{"response_tokens": 5, "response_tokens": 6}'
+        path.write_text(f"[{row}]" if ending == "json" else f"{row}\n{row}\n")
+    if packed:
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    with refused(TraceError, naming=(str(path), "'response_tokens'", "twice")):
+        import_dump(path)
+
+
+def test_a_metric_with_two_values_in_a_line_is_unknown(tmp_path):
+    lines = [
+        f"step:{step} - response_length/mean:200 - response_length/max:{most} - response_length/max:900"
+        for step, most in ((1, 900), (2, 300))
+    ]
+    (tmp_path / "a.log").write_text("\n".join(lines) + "\n")
+    trace = import_dump(tmp_path / "a.log")
+    assert "1 RL steps lack their longest" in trace.manifest.notes
+
+
+@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "parquet"])
+def test_columns_have_a_cap_in_every_format(tmp_path, monkeypatch, form):
+    for module in (rows, responses):
+        monkeypatch.setattr(module, "MOST_COLUMNS", 20)
+    names = {f"name {at}": at for at in range(20)} | {"response_tokens": 5}
+    path = tmp_path / f"a.{form}"
+    frame = pd.DataFrame([names])
+    {"csv": frame.to_csv, "tsv": partial(frame.to_csv, sep="\t"), "parquet": frame.to_parquet}.get(
+        form, lambda *_, **__: jsonl(path, names)
+    )(path, index=False)
+    with refused(TraceError, naming=("21", "20")):
+        import_dump(path)
+
+
+@pytest.mark.parametrize("pack", sorted(PACKERS.keys() - {"zip"}))
+def test_what_is_packed_too_well_is_refused(tmp_path, monkeypatch, pack):
+    monkeypatch.setattr(files, "UNPACKED_BYTES", 1000)
+    for name, text in (("a.jsonl", b"[1]\n" * 500_000), ("a.log", b"x\n" * 500_000), ("a.csv", b"5\n" * 500_000)):
+        (tmp_path / name).write_bytes(PACKERS[pack](text))
+        with refused(TraceError, naming=(name, files.MOST_TIMES)):
+            import_dump(tmp_path / name)
+
+
+def test_lines_of_a_log_have_a_cap(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_log, "MOST_ROWS", 100)
+    line = "step:1 - response_length/mean:200 - response_length/max:900"
+    (tmp_path / "a.log").write_text("x\n" * 99 + line)
+    check(import_dump(tmp_path / "a.log", responses=1), response_tokens=[200])
+    (tmp_path / "a.log").write_text("x\n" * 100 + line)
+    with refused(TraceError, naming=("101", "100")):
+        import_dump(tmp_path / "a.log")
+    (tmp_path / "a.log").write_text("x" * (2 << 20) + line)
+    with refused(TraceError, naming=("1 MiB",)):
+        import_dump(tmp_path / "a.log")
