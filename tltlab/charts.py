@@ -32,7 +32,8 @@ _MOST_MARKERS = 24
 _ROUND = (1, 2, 2.5, 5, 10)
 """Distances of ticks, times a power of ten."""
 _DRAWING = threading.Lock()
-FORMATS = (".png", ".svg")
+_VECTORS: Any = {"svg.hashsalt": "tltlab", "svg.fonttype": "none", "pdf.fonttype": 42, "hatch.linewidth": 0.6}
+FORMATS = (".png", ".svg", ".pdf")
 
 Values = Sequence[float | None] | np.ndarray
 
@@ -241,7 +242,7 @@ def heat_maps(
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a .png or .svg in one move, parents made; same figure, same bytes.
+    """Write a .png, .svg or .pdf in one move, parents made; same figure, same bytes.
 
     Raises ConfigError for another ending, InputError where the file cannot be written.
     """
@@ -277,12 +278,12 @@ def inline_svg(figure: Figure, names: Sequence[str]) -> str:
 def _bytes(figure: Figure, kind: str, *, transparent: bool = False, dpi: int = 160) -> bytes:
     buffer = io.BytesIO()
     # Settings of matplotlib are those of the process, and pages are made in several threads.
-    with _DRAWING, matplotlib.rc_context({"svg.hashsalt": "tltlab", "svg.fonttype": "none"}):
+    with _DRAWING, matplotlib.rc_context(_VECTORS):
         if (engine := figure.get_layout_engine()) is not None:
             # Ticks depend on the size of a panel and the size on the ticks: a first layout may cut labels off.
             for _ in range(2):
                 engine.execute(figure)
-        metadata = {"Date": None} if kind == "svg" else None
+        metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
         figure.savefig(buffer, format=kind, dpi=dpi, metadata=metadata, transparent=transparent)
     return buffer.getvalue()
 

@@ -11,17 +11,18 @@ from tltlab.errors import ConfigError
 from tltlab.files import check_writable
 from tltlab.importers.sources import read
 from tltlab.options import command, option
+from tltlab.report.timeline import Size, write_perfetto
 from tltlab.report.timeline import timeline as draw
-from tltlab.report.timeline import write_perfetto
 from tltlab.traces.lanes import median_step
 
 
 @command
 def timeline(
     trace: Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="A trace folder, or a run that has one.")],
-    out: Path = option(".png or .svg: a picture; .json: for ui.perfetto.dev.", Path("timeline.png")),
+    out: Path = option(".png, .svg or .pdf: a picture; .json: for ui.perfetto.dev.", Path("timeline.png")),
     rl_step: str | None = option("RL step; default: the one of median rollout time (json: all).", metavar="N|all"),
     compare: Path | None = option("A second trace, recorded or simulated, drawn below and aligned.", metavar="TRACE2"),
+    size: Size = option("Of a page, of a paper's column (85 mm), or of a talk's slide.", "page"),
 ) -> None:
     """Draw what every worker did over time, and how many requests were running.
 
@@ -35,7 +36,7 @@ def timeline(
         write_perfetto(out, *traces, rl_step=chosen)
     else:
         chosen = step if step is not None else median_step(*traces)
-        draw(*traces, rl_step=chosen, out=out)
+        draw(*traces, rl_step=chosen, out=out, size=size)
     emit({"out": str(out), "rl_step": chosen}, f"wrote {out} (RL step {chosen})")
 
 

@@ -52,7 +52,7 @@ def what_if(
     reading: Annotated[Reading, Without("reward_columns")],
     form: Annotated[Format | None, typer.Option("--format", help="[default: by the content]")] = None,
     policy_out: Path | None = option("Write the policy that needs no training as a policy file."),
-    out: Path | None = option("Write .html (a page), .png or .svg (the picture) or .json (the result)."),
+    out: Path | None = option("Write .html (a page), .png, .svg or .pdf (the picture) or .json (the result)."),
 ) -> None:
     """Estimate the speed-up of speculation for responses of these lengths, on which GPUs, and what limits it.
 

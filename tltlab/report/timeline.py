@@ -6,10 +6,11 @@ The JSON is for https://ui.perfetto.dev and chrome://tracing.
 from __future__ import annotations
 
 import json
+import textwrap
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -17,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from tltlab.charts import Chart, finish, save_figure
@@ -32,9 +34,31 @@ _STEPS = "RL steps"
 _LOOKS = tomllib.loads(Path(__file__).with_name("looks.toml").read_text(encoding="utf-8"))
 LOOKS: dict[str, list[str]] = _LOOKS["kinds"]
 _MARK_SHARE = 0.002  # a switch takes milliseconds; it is drawn at least this wide, in shares of the picture
-_FEW_LANES = 18  # up to here every lane has its name and its idle share in figures
+_FEW_LANES = 18  # up to here every lane has its idle share in figures
 
 Offsets = Mapping[int, float]
+Size = Literal["page", "column", "talk"]
+
+
+class _Shape(NamedTuple):
+    """Width and, where it is fixed, height of a picture in inches; points of its type, of all where `is_uniform`."""
+
+    width_in: float
+    height_in: float | None
+    type_pt: float
+    is_uniform: bool
+    most_in: float
+    """Height of a trace's lanes together, at most."""
+    lane_in: tuple[float, float]
+    """Height of one lane, at least and at most."""
+    running_in: float
+
+
+_SHAPES: dict[Size, _Shape] = {
+    "page": _Shape(10.0, None, 8.0, False, 3.2, (0.09, 0.32), 1.0),
+    "column": _Shape(85 / 25.4, None, 8.0, True, 1.1, (0.02, 0.16), 0.45),
+    "talk": _Shape(40 / 3, 7.5, 16.0, True, 3.2, (0.09, 0.32), 1.6),
+}
 
 
 def to_perfetto(
@@ -125,6 +149,7 @@ def timeline(
     out: str | Path | None = None,
     title: str | tuple[str, str] | None = None,
     rollout_only: bool = False,
+    size: Size = "page",
 ) -> Figure:
     """Draw one lane per worker with its idle share, the trainer below, and the running requests over time.
 
@@ -132,9 +157,10 @@ def timeline(
     with the median rollout time; "all" lays the RL steps one by one. `compare`, a second trace, is drawn below
     on the same time axis, and every RL step starts at the same place in both. `title` names the first, or both.
     `rollout_only` leaves out what comes after the rollouts. A worker that trains a drafter is not idle.
-    `out` names a .png or .svg file. Raises TraceError where there are no times to draw.
+    `size` is that of a page, of a paper's column (85 mm, all type of 8 points) or of a talk's slide (16:9).
+    `out` names a .png, .svg or .pdf file. Raises TraceError where there are no times to draw.
 
-    >>> timeline(read("run"), compare=simulate(read("run"), policy="beg-mab"), out="run.png")  # doctest: +SKIP
+    >>> timeline(read("run"), compare=read("tuned"), size="column", out="run.pdf")  # doctest: +SKIP
     """
     traces = [read(getattr(each, "trace", each)) for each in (trace, compare) if each is not None]
     chosen = median_step(*traces) if rl_step is None else rl_step
@@ -145,24 +171,42 @@ def timeline(
     names = title if isinstance(title, tuple) else (title, None)
     drawn = [(shown, lanes(shown, chosen, offsets=offsets, rollout_only=rollout_only)) for shown in traces]
     heights: list[float] = []
+    shape = _SHAPES[size]
     for _, segments in drawn:
         num_lanes = segments["lane"].nunique()
-        heights += [max(0.5, num_lanes * float(np.clip(3.2 / num_lanes, 0.09, 0.32))), 1.0]
-    figure = Chart(figsize=(10.0, sum(heights) + 0.5 * len(drawn) + 0.75), layout="constrained")
+        lane_in = float(np.clip(shape.most_in / num_lanes, *shape.lane_in))
+        heights += [max(shape.most_in / 6, num_lanes * lane_in), shape.running_in]
+    titles = [
+        _title(shown, chosen, name, brief=size == "column") for (shown, _), name in zip(drawn, names, strict=False)
+    ]
+    kinds = pd.concat([segments["kind"] for _, segments in drawn])
+    columns = 2 if size == "column" else 6
+    further = sum(title.count("\n") for title in titles) + (kinds.nunique() - 1) // columns
+    natural_in = sum(heights) + 0.5 * len(drawn) + 0.75 + 0.18 * further
+    height_in = shape.height_in or natural_in
+    figure = Chart(figsize=(shape.width_in, height_in), layout="constrained")
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     end_s = max(float(segments["end_s"].max()) for _, segments in drawn)
     for number, (shown, segments) in enumerate(drawn):
         above, below = grid[2 * number, 0], grid[2 * number + 1, 0]
-        _draw_lanes(above, segments, end_s)
-        _draw_bubbles(above, shown if chosen == "all" else shown.select([chosen]), segments)
-        _draw_running(below, shown, offsets, end_s)
-        above.set_title(_title(shown, chosen, names[number]), loc="left", fontsize=10)
+        lane_pt = 72 * heights[2 * number] / segments["lane"].nunique() * height_in / natural_in
+        _draw_lanes(above, segments, end_s, most_names=lane_pt / (1.15 * shape.type_pt))
+        if not shape.is_uniform:
+            _draw_bubbles(above, shown if chosen == "all" else shown.select([chosen]), segments)
+        _draw_running(below, shown, offsets, end_s, 0.6 if shape.is_uniform else 0.2)
+        _shade_tails(above, shown, offsets)
+        above.set_title(titles[number], loc="left", fontsize=10)
     most = max(axes.get_ylim()[1] for axes in grid[1::2, 0])
     for axes in grid[1::2, 0]:
         axes.set_ylim(0, most)
     grid[-1, 0].set_xlim(0.0, end_s)
     grid[-1, 0].set_xlabel(_time_label(chosen, aligned=len(traces) > 1, rollout_only=rollout_only), fontsize=9)
-    _legend(figure, pd.concat([segments["kind"] for _, segments in drawn]))
+    _legend(figure, kinds, columns)
+    if shape.is_uniform:
+        for axes in grid.flat:
+            axes.tick_params(labelsize=shape.type_pt)
+        for text in figure.findobj(Text):
+            text.set_fontsize(shape.type_pt)
     if out is not None:
         save_figure(figure, Path(out))
     return figure
@@ -177,7 +221,8 @@ def _time_label(rl_step: int | Literal["all"], *, aligned: bool, rollout_only: b
     return seconds if rollout_only else f"{seconds} since the start of the run"
 
 
-def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> None:
+def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float, most_names: float) -> None:
+    """The segments of each lane; `most_names` is the names per lane that there is room for."""
     names = list(segments["lane"].unique())
     row = segments["lane"].map({name: i for i, name in enumerate(names)}).to_numpy()
     # Idle first: what fills a bubble lies on top of it.
@@ -191,17 +236,22 @@ def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> None:
         color, hatch = LOOKS.get(kind, _LOOKS["other"])
         axes.add_collection(
             PolyCollection(
-                list(corners), facecolor=color, edgecolor=(1, 1, 1, 0.75), linewidth=0, hatch=hatch or None,
+                list(corners), facecolor=color, edgecolor=_edge(kind), linewidth=0, hatch=hatch or None,
                 antialiased=False,
             )
         )  # fmt: skip
     axes.set_ylim(len(names) - 0.4, -0.6)
-    every = 1 if len(names) <= _FEW_LANES else int(np.ceil(len(names) / 16 / 4) * 4)
+    every = 2 ** max(0, int(np.ceil(-np.log2(most_names))))
     shown = [i for i, name in enumerate(names) if not name.startswith("worker ") or i % every == 0]
     axes.set_yticks(shown, [names[i] for i in shown], fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelbottom=False, length=2)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _edge(kind: str) -> tuple[float, float, float, float]:
+    """The colour of a kind's hatch: that of bubbles, which have no colour of their own, is grey."""
+    return (0.72, 0.72, 0.72, 1.0) if kind == "idle" else (1.0, 1.0, 1.0, 0.75)
 
 
 def _draw_bubbles(axes: Axes, trace: Trace, segments: pd.DataFrame) -> None:
@@ -224,8 +274,17 @@ def _draw_bubbles(axes: Axes, trace: Trace, segments: pd.DataFrame) -> None:
     strip.spines[:].set_visible(False)
 
 
-def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> None:
-    """Number of running requests over time."""
+def _shade_tails(axes: Axes, trace: Trace, offsets: Offsets) -> list[tuple[float, float]]:
+    """Shade the tail of each rollout; returns where each is, in seconds."""
+    windows = {step: metrics.tail_window(trace, step) for step in trace.rl_steps if step in offsets}
+    tails = [(at[0] + offsets[step], at[1] + offsets[step]) for step, at in windows.items() if at and at[1] > at[0]]
+    for tail in tails:
+        axes.axvspan(*tail, color="#d9704f", alpha=0.14, linewidth=0, zorder=0)
+    return tails
+
+
+def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float, room: float) -> None:
+    """Number of running requests over time; `room` is the share of the picture that a long word on the tail takes."""
     for step in [step for step in trace.rl_steps if step in offsets]:
         try:
             times, counts = metrics.running_requests(trace, step)
@@ -234,13 +293,10 @@ def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> N
         shift = offsets[step]
         axes.fill_between(times + shift, counts, step="post", color="#7fb8de", alpha=0.35, linewidth=0)
         axes.step(times + shift, counts, where="post", color="#1f5f99", linewidth=1.2)
-        if (tail := metrics.tail_window(trace, step)) is not None and tail[1] > tail[0]:
-            axes.axvspan(tail[0] + shift, tail[1] + shift, color="#d9704f", alpha=0.14, linewidth=0, zorder=0)
-            if len(offsets) == 1:
-                at = (tail[0] + tail[1]) / 2
-                text = "tail: fewer than 1/8 running" if tail[1] - tail[0] > 0.2 * end_s else "tail"
-                axes.text(at, 0.88, text, transform=axes.get_xaxis_transform(),
-                          ha="center", va="top", fontsize=7.5, color="#a0452a")  # fmt: skip
+    for start, end in _shade_tails(axes, trace, offsets) if len(offsets) == 1 else ():
+        text = "tail: fewer than 1/8 running" if end - start > room * end_s else "tail"
+        axes.text((start + end) / 2, 0.88, text, transform=axes.get_xaxis_transform(),
+                  ha="center", va="top", fontsize=7.5, color="#a0452a")  # fmt: skip
     _name_steps(axes, trace, offsets, end_s)
     finish(axes, title="", xlabel="", grid="both")
     axes.set_ylim(bottom=0)
@@ -261,31 +317,31 @@ def _name_steps(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> Non
             free_s = offsets[step] + 0.05 * end_s
 
 
-def _title(trace: Trace, rl_step: int | Literal["all"], title: str | None) -> str:
+def _title(trace: Trace, rl_step: int | Literal["all"], title: str | None, *, brief: bool) -> str:
     part = trace if rl_step == "all" else trace.select([rl_step])
     steps = "all RL steps" if rl_step == "all" else f"RL step {rl_step}"
     policies = [] if part.steps is None else part.steps["policy"].dropna().unique().tolist()
     kind = ", ".join([trace.manifest.kind, *(policies if len(policies) == 1 else [])])
     name = title or (f"{trace.manifest.name} ({kind})" if trace.manifest.name else kind)
-    facts = [f"{name}: {steps}"]
+    facts = [name if brief else f"{name}: {steps}"]
     if (duration := metrics.makespan_s(part)) is not None:
         facts.append(f"rollout {duration:.3g} s{' on average' if rl_step == 'all' else ''}")
     if (idle := metrics.bubble_fraction(part, idle=True)) is not None:
         facts.append(f"idle {100 * idle:.0f} %")
-    if (tail := metrics.tail_fraction(part)) is not None:
+    if (tail := metrics.tail_fraction(part)) is not None and not brief:
         facts.append(f"tail {100 * tail:.0f} %")
-    return "  ·  ".join(facts)
+    return textwrap.fill(f"{facts[0]}: {', '.join(facts[1:])}", 46) if brief else "  ·  ".join(facts)
 
 
-def _legend(figure: Figure, kinds: pd.Series[Any]) -> None:
+def _legend(figure: Figure, kinds: pd.Series[Any], columns: int) -> None:
     looks = {kind: look for kind, look in LOOKS.items() if (kinds == kind).any()}
     looks |= {"other": _LOOKS["other"]} if (~kinds.isin(list(LOOKS))).any() else {}
     patches = [
-        Patch(facecolor=color, edgecolor="white" if hatch else "#888888", hatch=hatch or None,
+        Patch(facecolor=color, edgecolor=_edge(kind) if hatch else "#888888", hatch=hatch or None,
               label=kind.replace("_", " "), linewidth=0 if hatch else 0.4)
         for kind, (color, hatch) in looks.items()
     ]  # fmt: skip
     figure.legend(
-        handles=patches, loc="outside lower center", ncols=min(len(patches), 6), fontsize=8, frameon=False,
+        handles=patches, loc="outside lower center", ncols=min(len(patches), columns), fontsize=8, frameon=False,
         handlelength=1.8, handleheight=1.0,
     )  # fmt: skip

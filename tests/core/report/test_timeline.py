@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 
 from tests.refused import refused
 from tests.traces_of_lengths import iterations, of_samples
@@ -141,9 +142,27 @@ def test_the_title_names_trace_and_policy():
 def test_sixty_four_workers_have_lanes_and_names():
     figure = timeline(recorded(64))
     above = figure.axes[0]
-    assert [label.get_text() for label in above.get_yticklabels()] == [f"worker {i}" for i in range(0, 64, 4)]
+    assert [label.get_text() for label in above.get_yticklabels()] == [f"worker {i}" for i in range(0, 64, 2)]
     assert sum(len(collection.get_paths()) for collection in above.collections) == 64 + 63
     assert figure.get_size_inches()[1] < 9
+
+
+@pytest.mark.parametrize(("size", "inches", "points"), [("column", (85 / 25.4, None), 8), ("talk", (40 / 3, 7.5), 16)])
+@pytest.mark.parametrize("workers", [2, 12, 64])
+def test_pictures_of_papers_and_talks_can_be_read(tmp_path, size, inches, points, workers):
+    runs = [recorded(workers, iterations=WORKED, name=f"run {n} of a rather long name") for n in range(2)]
+    figure = timeline(runs[0], compare=runs[1], size=size, out=tmp_path / "two.pdf")
+    assert (tmp_path / "two.pdf").read_bytes().startswith(b"%PDF")
+    width, height = figure.get_size_inches()
+    assert (width, height if inches[1] else None) == inches
+    texts = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+    assert {text.get_fontsize() for text in texts} == {points}
+    assert figure.get_tightbbox().x1 <= width + 0.01
+    for axes in figure.axes[::2]:
+        heights = [label.get_window_extent().y1 for label in axes.get_yticklabels()]
+        assert all(above - below >= 0.9 * points / 72 * figure.dpi for above, below in pairwise(heights))
+        idle = [part for part in axes.collections if part.get_hatch()]
+        assert idle, "bubbles are hatched"
 
 
 def test_rollouts_alone_have_no_trainer():
