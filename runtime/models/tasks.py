@@ -24,7 +24,6 @@ class TaskProblem:
 class Task:
     """One task: `problem` draws a problem, `trace` one flawed solution of it, `reward` is an import path."""
 
-    name: str
     words: tuple[str, ...]
     problem: Callable[[np.random.Generator], TaskProblem]
     trace: Callable[[TaskProblem, np.random.Generator], str]
@@ -136,7 +135,6 @@ def _parse_subset_sum(prompt: str) -> tuple[list[int], int]:
 
 
 SUBSET_SUM = Task(
-    name="subset-sum",
     words=(
         *map(str, range(51)),
         *["nums", "goal", "go", "try", "+", "=", "yes", "no", ">", "so", "next", "stop", "ans"],
@@ -221,7 +219,6 @@ def gcd_reward(prompt: str, response: str, answer: str) -> float:
 
 
 GCD = Task(
-    name="gcd",
     words=(*map(str, range(120)), "gcd", "go", ",", "check", "+", "=", "ok", "no", "ans"),
     problem=gcd_problem,
     trace=gcd_trace,
@@ -266,11 +263,10 @@ def calculator_trace(problem: TaskProblem, rng: np.random.Generator) -> str:
 
 
 CALCULATOR = Task(
-    name="calculator",
     words=(*map(str, range(CALCULATOR_MAX_NUMBER + 1)), "calc", "go", "ask", "+", "-", "=", "ans"),
     problem=calculator_problem,
     trace=calculator_trace,
     reward="tltlab.runtime.models.tasks:gcd_reward",
 )
 
-TASKS: dict[str, Task] = {task.name: task for task in (SUBSET_SUM, GCD, CALCULATOR)}
+TASKS = {"subset-sum": SUBSET_SUM, "gcd": GCD, "calculator": CALCULATOR}

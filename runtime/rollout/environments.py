@@ -67,11 +67,12 @@ def load_environment(path: str, code: Sequence[str] = ()) -> Environment:
 
     ConfigError for a failed import or a class without `step(messages)`.
     """
-    module, colon, name = BUILT_IN.get(path, path).partition(":")
-    if not (module and colon and name):
+    where = BUILT_IN.get(path, path)
+    module, _, name = where.partition(":")
+    if not (module and name):
         raise ConfigError(f"environment {path!r} is neither package.module:Class nor one of {', '.join(BUILT_IN)}")
     with found_in(code):
-        cls = load_name(BUILT_IN.get(path, path), f"environment {path!r}")
+        cls = load_name(where, f"environment {path!r}")
         try:
             environment: Environment = cls()
         except (Exception, SystemExit) as error:  # a user's class may raise anything

@@ -38,10 +38,9 @@ class Scored(NamedTuple):
 
 def number_of(value: Any) -> float:
     """Return what a reward function returned as a number; NotANumberError where it is none."""
-    if isinstance(value, (str, bytes, bytearray)):
-        raise NotANumberError(f"returned a {type(value).__name__}")
     try:
-        number = float(value)
+        # Text and bytes are numbers to `float`.
+        number = float("" if isinstance(value, (str, bytes, bytearray)) else value)
     except (TypeError, ValueError):
         raise NotANumberError(f"returned a {type(value).__name__}") from None
     if not isfinite(number):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from dataclasses import fields as fields_of
 from datetime import UTC, datetime
@@ -150,19 +150,13 @@ class RunEvents:
         """Record an event in the file alone."""
         row = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "rl_step": self.rl_step, "event": sentence}
         line = (json.dumps(row | fields) + "\n").encode()
-        with self._lock:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-                try:
-                    # One write in append mode keeps lines separate.
-                    end = os.fstat(file).st_size
-                    if os.write(file, line) < len(line):
-                        os.ftruncate(file, end)
-                finally:
-                    os.close(file)
-            except OSError:
-                return
+        with self._lock, suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # One write in append mode keeps lines separate.
+            with self.path.open("ab", buffering=0) as file:
+                end = file.tell()
+                if file.write(line) < len(line):
+                    file.truncate(end)
 
     def take(self) -> list[str]:
         """Return and clear the notes."""

@@ -1,7 +1,6 @@
 """Figures of a learned drafter from a run's trace: acceptance of its drafts, costs and results of its training."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -121,7 +120,10 @@ def idle_times(trace: Trace) -> list[IdleTime]:
         end = ends.loc[step]
         last = float(end.max())
         rows = [] if training is None else training[training["rl_step"] == step].to_dict("records")
-        held_s = [_overlap_s(row, float(end.get(row["worker"], 0.0)), last) for row in rows]
+        held_s = []
+        for row in rows:
+            begun = max(row["t_start"], end.get(row["worker"], 0.0))
+            held_s.append(max(float(min(row["t_start"] + row["duration"], last) - begun), 0.0))
         times.append(
             IdleTime(
                 rl_step=int(step),
@@ -135,7 +137,3 @@ def idle_times(trace: Trace) -> list[IdleTime]:
             )
         )
     return times
-
-
-def _overlap_s(row: dict[Any, Any], idle_from: float, idle_until: float) -> float:
-    return max(float(min(row["t_start"] + row["duration"], idle_until) - max(row["t_start"], idle_from)), 0.0)

@@ -1,9 +1,8 @@
 """The JSON part of a checkpoint, and events of a run on a disk that fills up."""
 
-import errno
 import json
 import math
-import os
+import resource
 from dataclasses import asdict
 
 from tests.refused import refused
@@ -64,21 +63,15 @@ def test_an_unknown_figure_comes_back_from_json(tmp_path):
     assert (read.rl_step, read.policies, parts["order"]) == (1, [], {"taken": 3})
 
 
-def test_a_full_disk_costs_whole_lines(tmp_path, monkeypatch):
-    events = RunEvents(tmp_path / "events.jsonl")
-    write = os.write
-
-    def half(file, line):
-        return write(file, line[:10])
-
-    def full(file, line):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+def test_a_full_disk_costs_whole_lines(tmp_path):
+    events, limits = RunEvents(tmp_path / "events.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
     events.note("before")
-    for fails in (half, full):
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "write", fails)
+    for room in (10, 0):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (events.path.stat().st_size + room, limits[1]))
+        try:
             events.note("lost")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     events.note("after", worker=1)
     found = [json.loads(line) for line in events.path.read_text().splitlines()]
     assert [row["event"] for row in found] == ["before", "after"]
