@@ -246,7 +246,8 @@ def demo_text(result: Json) -> str:
         f"({result['heldout_prompts']} prompts, {result['grpo_steps']} GRPO steps)",
         f"rollout time of a step predicted from the other steps: median error {result['median_prediction_error']:.1%}, "
         f"worst {result['verify']['worst_error']:.1%}; the same rollout run twice varies by "
-        f"{'an unknown amount' if spread is None else format(spread, '.1%')}",
+        f"{'an unknown amount' if spread is None else format(spread, '.1%')}; with the machine's speed known "
+        f"{result['verify']['median_error_at_step_time']:.1%}, {result['verify']['worst_step']}",
         f"the tuned steps took {result['tuned_rollout_s']:.2f} s each; the same responses without speculation would "
         f"take {result['predicted_rollout_s_without_speculation']:.2f} s (simulated)",
         f"a drafter trained on idle workers: {drafter['adaptive_accept_length']:.2f} tokens per draft in the last "

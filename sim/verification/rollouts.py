@@ -97,7 +97,7 @@ class Verification(Errors):
         "10-90 %: {forecast_low_s:.2f}-{forecast_high_s:.2f}"
     )
     sentences = (
-        "with the machine's speed of each step known {median_error_at_step_time:.1%}",
+        "with the machine's speed of each step known {median_error_at_step_time:.1%}, {worst_step}",
         "forecast from earlier steps alone, lengths drawn from theirs {forecast_median_error:.1%}, "
         "{forecast_coverage:.0%} within their 10-90 % interval",
         "{note:s}",
@@ -110,10 +110,22 @@ class Verification(Errors):
     note: str | None = None
 
     @property
+    def errors_at_step_time(self) -> pd.Series[float]:
+        """Errors with the machine's speed of each step known, without their signs."""
+        rows = self.rows
+        return (rows["predicted_s"] * rows["step_time_ratio"] / rows["measured_s"] - 1).abs()
+
+    @property
     def median_error_at_step_time(self) -> float:
         """Median error with the machine's speed of each step known."""
-        rows = self.rows
-        return float((rows["predicted_s"] * rows["step_time_ratio"] / rows["measured_s"] - 1).abs().median())
+        return float(self.errors_at_step_time.median())
+
+    @property
+    def worst_step(self) -> str:
+        """Why the step with the largest error has it: what the machine's speed leaves of that."""
+        at = self.rows["error"].abs().idxmax()
+        known, ratio = self.errors_at_step_time[at], self.rows["step_time_ratio"][at]
+        return f"{known:.1%} in the worst, RL step {self.rows['rl_step'][at]}, whose iterations took {ratio:.2f}x"
 
     def json(self) -> Json:
         """The keys of `tltlab verify --json`."""
@@ -121,6 +133,7 @@ class Verification(Errors):
         within = foreseen["measured_s"].between(foreseen["forecast_low_s"], foreseen["forecast_high_s"])
         figures = {
             "median_error_at_step_time": self.median_error_at_step_time,
+            "worst_step": self.worst_step,
             "forecast_median_error": finite((foreseen["forecast_s"] / foreseen["measured_s"] - 1).abs().median()),
             "forecast_coverage": finite(within.mean()),
             "repeat_spread": self.repeat_spread,

@@ -133,6 +133,7 @@ def test_step_is_predicted_at_its_machine_s_speed(run, tmp_path):
     found = verify(record(tmp_path, trace, policies, iterations=iterations, steps=steps), rl_steps=[2])
     assert found.rows["step_time_ratio"].tolist() == pytest.approx([1.6], rel=0.05)
     assert found.median_error_at_step_time < 0.05 < 0.3 < found.median_error
+    assert found.rows["error"].abs().max() > 10 * float(found.worst_step.split("%")[0]) / 100
 
 
 def test_rollout_run_twice_shows_noise_from_bias(run, tmp_path):
