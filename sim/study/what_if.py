@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 LEAST, MOST = 0.5, 0.85
 """Acceptance values that are also tried where none was measured."""
+MANY_CUT = 0.2
+"""Share of cut responses above which the verdict is about the cap."""
 COUNTS = (16, 2048)
 """Responses per RL step that are also tried where nothing states their number."""
 WITHOUT_TRAINING, WITH_TRAINING = "without_training", "with_training"
@@ -215,6 +217,8 @@ class WhatIf:
         for note in self.notes:
             if note.startswith(SEVERAL_TURNS):
                 upper = f"An upper bound: {note.removeprefix(SEVERAL_TURNS)}. "
+        if (cut := float((self.trace.outcomes["finish_reason"] == "length").mean())) > MANY_CUT:
+            upper += f"About the cap: {cut:.0%} of the responses are cut, so their lengths are lower bounds. "
         found = "Speculation would"
         if self.running is not None:
             found = f"{self.running.head}. Over plain decoding, speculation would"

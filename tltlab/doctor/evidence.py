@@ -19,7 +19,7 @@ from tltlab.errors import TraceError
 from tltlab.files import json_lines, read_object
 from tltlab.importers.metrics_log import records_of
 from tltlab.importers.sources import guess, is_log_folder, read
-from tltlab.importers.step_metrics import SEVERAL_TURNS, StepMetrics, metrics_table, steps_of, turns_note
+from tltlab.importers.step_metrics import LEARNING, SEVERAL_TURNS, StepMetrics, metrics_table, steps_of, turns_note
 from tltlab.records import frozen
 from tltlab.stats import Interval, paired_interval
 from tltlab.traces.metrics import rollout_s
@@ -115,6 +115,20 @@ class RunEvidence:
             return steps
         took_s = steps["rl_step"].map(rollout_s(self.known)).astype(np.float64)
         return steps.assign(rollout_s=steps["rollout_s"].astype(np.float64).fillna(took_s))
+
+    @cached_property
+    def learning(self) -> pd.DataFrame:
+        """What shows that the policy learns, a row for each RL step: shares of cut responses and of groups without an
+        advantage, rewards, and a log's figures (`step_metrics.LEARNING`); NaN is unknown."""
+        if self.log is not None:
+            return self.log[["rl_step", "cut", "reward_mean", *LEARNING]]
+        rows = self.known.outcomes
+        rows = rows.assign(cut=rows["finish_reason"] == "length", reward=rows["reward"].astype(np.float64))
+        groups = rows.groupby(["rl_step", "prompt_id"])["reward"].agg(["min", "max", "count"]).query("count > 1")
+        same = (groups["min"] == groups["max"]).groupby("rl_step").mean()
+        by_step = rows.groupby("rl_step").agg(cut=("cut", "mean"), reward_mean=("reward", "mean"))
+        unknown = dict.fromkeys(LEARNING, np.nan)
+        return by_step.assign(**unknown | {"no_advantage": same}).reset_index()
 
     @cached_property
     def stages(self) -> pd.DataFrame:

@@ -55,6 +55,9 @@ QUOTE_LETTERS = 240
 LINE_LETTERS = 1 << 12  # of a line that are looked at
 LINES_BEFORE = 40  # lines before an error that belong to it: a traceback through vLLM has some 30
 GROWN_SHARE = 0.1  # share of the RL step by which a stage must grow: below it there is little to gain
+ALL = 0.95  # share of responses, or groups, that is all of them but a few
+NO_ENTROPY, FAR = 0.02, 1.0  # nats per token: below it a policy samples one text; above it, it left its reference
+MISMATCH = 0.1  # engines' and trainers' log-probs in bfloat16 are some 0.01 apart
 LARGE_SHARE = 0.3  # share of the RL step from which a stage that grew is a problem
 KEPT = 1.2  # accept length of a drafter that did work: TLT's Fig 13 has its cheapest step at 1.71 plain ones
 LOST = 0.5  # share of the tokens gained per draft that a fall must take
@@ -167,6 +170,30 @@ def rl_steps(values: Iterable[int], unit: str = "RL step") -> str:
     steps = enumerate(sorted(set(map(int, values))))
     runs = [[value for _, value in run] for _, run in groupby(steps, lambda step: step[1] - step[0])]
     return f"{unit}s " + ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+@check
+def learns(run: RunEvidence) -> Findings:
+    """The policy cannot learn: responses are cut, groups have no advantage, gradients, rewards or entropy are gone."""
+    rows = run.learning
+    need(len(rows) >= ENOUGH_STEPS, f"fewer than {ENOUGH_STEPS} RL steps are known")
+    late, early = rows.iloc[-(len(rows) // 3) :].median(), rows.iloc[: len(rows) // 3].median()
+    known = late["cut"] >= ALL or rows.drop(columns=["rl_step", "cut"]).notna().to_numpy().any()
+    need(known, "the run has no rewards")
+    rewards = rows["reward_mean"].dropna()
+    found = {
+        "cut": late["cut"] >= ALL,
+        "no_advantage": late["no_advantage"] >= ALL,
+        "grad_norm": late["grad_norm"] == 0.0,
+        "reward_mean": len(rewards) >= ENOUGH_STEPS and rewards.nunique() == 1,
+        "entropy": 0.0 <= late["entropy"] < min(NO_ENTROPY, LOST * early["entropy"]),
+        "kl": late["kl"] > max(FAR, 10.0 * early["kl"]),
+        "mismatch": late["mismatch"] > MISMATCH,
+    }
+    if reasons := [name for name, is_so in found.items() if is_so]:
+        texts = [TEXTS["learning"][name].format(late[name]) for name in reasons]
+        steps = rl_steps(rows["rl_step"], run.unit)
+        yield problem("The policy learns little or nothing", f"{'; '.join(texts)}.", TEXTS["advice"][reasons[0]], steps)
 
 
 class Signature(NamedTuple):

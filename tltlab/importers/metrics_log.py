@@ -23,7 +23,7 @@ from tltlab.errors import ConfigError, TraceError
 from tltlab.files import open_unpacked, parse_json
 
 from .rows import MOST_ROWS, TABLES, ending, rows_of, separator_of, whole_json
-from .step_metrics import ANY, FORMS, KNOWN, Form, Record, plain_key
+from .step_metrics import ANY, FORMS, KNOWN, LEARNING, Form, Record, plain_key
 
 EVENT_FILES = "events.out.tfevents*"
 """Files of metrics that TensorBoard leaves in its own folders."""
@@ -345,12 +345,15 @@ def from_fields(
 
 def _record(rl_step: int | None, place: str, fields: Mapping[str, Any]) -> Iterator[Record]:
     """A record of those fields that are known and have a value, where there are any."""
-    values = {}
+    values, learning = {}, {}
     for key, content in fields.items():
         name = None if isinstance(content, bool) else plain_key(key)
-        if name is not None and (value := number(str(content))) is not None:
-            values[name] = value
+        more = key.removeprefix("train/")
+        is_learning = name is None and any(pattern.search(more) for pattern in LEARNING.values())
+        if (name is not None or is_learning) and (value := number(str(content))) is not None:
+            (learning if name is None else values)[name or more] = value
     if values:
+        values |= learning
         yield Record(rl_step=rl_step, place=place, values=values)
 
 

@@ -103,6 +103,8 @@ _OF_ENGINES = frozenset(key for framework in FRAMEWORKS if framework.advice for 
 _KNOWN = frozenset(key for framework in FRAMEWORKS for key in framework.keys)
 _ANY = {name: re.compile(pattern) for name, pattern in _TABLE["any"].items() if isinstance(pattern, str)}
 _NO_SECONDS = _ANY.pop("no_seconds")
+LEARNING = {name: re.compile(pattern) for name, pattern in _TABLE["any"]["learning"].items()}
+"""What shows that a policy learns, by field: regular expressions of keys."""
 _TIMERS = re.compile("|".join(sorted({framework.timers.pattern for framework in FRAMEWORKS})))
 _DRAFTER_TRAINING = _ANY["drafter_training"]
 _MOST_LETTERS = 256
@@ -166,8 +168,8 @@ class StepMetrics:
         """A field of the framework, or one on whose name frameworks do not agree; None where the log has none."""
         found = [self._first(keys) for keys in self.framework.fields.get(name, ())]
         values = [value for value in found if value is not None]
-        if not values and name in _ANY:
-            values = [value for key, value in self.values.items() if _ANY[name].search(key)]
+        if not values and (pattern := _ANY.get(name) or LEARNING.get(name)) is not None:
+            values = [value for key, value in self.values.items() if pattern.search(key)]
         if not values:
             return self._of_sequence(name)
         return sum(values) if name in STAGES else values[0]
@@ -529,7 +531,8 @@ def _lengths(step: StepMetrics, num: int, cap: int) -> Ints:
 def metrics_table(steps: Sequence[StepMetrics]) -> pd.DataFrame:
     """Table of a log's RL steps, a row each: fields, accept length, `has_drafts`; `seconds` by stage."""
     names = (
-        "mean", "most", "rollout_s", "wait_s", "step_s", "reward_mean", "draft_rate", "tokens_per_s", *STAGES,
+        "mean", "most", "cut", "rollout_s", "wait_s", "step_s", "reward_mean", "draft_rate", "tokens_per_s", *STAGES,
+        *LEARNING,
     )  # fmt: skip
     table = pd.DataFrame({name: [step.get(name) for step in steps] for name in names}, dtype=np.float64)
     table["accept_length"] = np.array([step.accept_length for step in steps], dtype=np.float64)

@@ -276,7 +276,7 @@ def test_a_check_names_the_evidence_that_it_lacks(name, run, lacks):
 def test_every_run_check_has_a_case_that_fires():
     # See test_training_log.py and test_stages.py.
     from_logs = {
-        "rollout-slower", "stage-grows", "several-turns"
+        "rollout-slower", "stage-grows", "several-turns", "learns"
     }  # fmt: skip
     fires = {code for code, _, _ in FIRES}
     assert CHECK_OF.keys() <= fires

@@ -56,6 +56,18 @@ def test_lengths_of_several_turns_bound_the_answer(tmp_path, turns, bound):
     assert any("20 s in the log, 40%" in note for note in found["notes"])
 
 
+@pytest.mark.parametrize(("cut", "is_about"), [(1.0, True), (0.25, True), (0.15, False)])
+def test_strangers_cut_lengths_are_lower_bounds(tmp_path, cut, is_about):
+    metrics = f"response_length/mean:{800 * cut + 100} - response_length/max:900.0 - response_length/clip_ratio:{cut}"
+    log = tmp_path / "verl.log"
+    log.write_text(
+        "".join(f"step:{step} - {metrics} - prompt_length/mean:9 - perf/total_num_tokens:30000\n" for step in (1, 2))
+    )
+    verdict = what_if(log, **FAST).verdict
+    assert ("lower bounds" in verdict) == is_about
+    assert (f"{cut:.0%} of the responses are cut" in verdict) == is_about
+
+
 def test_responses_that_nothing_states_are_in_the_range(tmp_path):
     metrics = {"completions/mean_length": 300.0, "completions/max_length": 900.0, "step_time": 20.0}
     (tmp_path / "trl.log").write_text(f"{metrics}\n" * 3)
