@@ -130,6 +130,13 @@ def number(cell: Any, *, booleans: bool = False) -> float:
         return float("nan")
 
 
+def of_many(cell: Any) -> Any:
+    """Return "5" for "5/100", the fifth of a hundred; any other cell as it is."""
+    return (
+        cell.partition("/")[0] if isinstance(cell, str) and re.fullmatch(r"\s*+\d++\s*+/\s*+\d++\s*+", cell) else cell
+    )
+
+
 def numbers(cells: pd.Series[Any], *, booleans: bool = False) -> NDArray[np.float64]:
     """Return the `number` of each cell."""
     if pd.api.types.is_numeric_dtype(cells) and (booleans or cells.dtype != bool):

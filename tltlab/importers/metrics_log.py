@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import open_unpacked, parse_json
 
+from .fields import of_many
 from .rows import MOST_ROWS, TABLES, ending, rows_of, separator_of, whole_json
 from .step_metrics import ANY, FORMS, KNOWN, LEARNING, Form, Record, plain_key
 
@@ -333,7 +334,7 @@ def from_fields(
         inner = value if isinstance(value, dict) else {None: value}
         for name, item in inner.items():
             flat[str(key) if name is None else str(name) if key == "data" else f"{key}/{name}"] = item
-    numbers = (number(str(flat.get(name))) for name in ANY["steps"])
+    numbers = (number(of_many(str(flat.get(name)))) for name in ANY["steps"])
     steps = [step for step in numbers if step is not None and abs(step) < 2**53]
     for record in _record(rl_step if rl_step is not None else int(steps[0]) if steps else None, place, flat):
         if "_step" in fields and all(key.startswith("profiling/") for key in record.values):

@@ -36,6 +36,7 @@ from .fields import (
     missing_in,
     number,
     numbers,
+    of_many,
     parsed,
     plain,
 )
@@ -296,6 +297,7 @@ class Reader:
                 column = self._column(records, "epoch", fits=lambda c: (numbers(frame[c]) < _MOST_EPOCHS).all())
         values = np.full(len(frame), np.nan)
         if column is not None:
+            frame[column] = frame[column].map(of_many)
             values = self._whole(records, column, 0, may_miss=records.rl_step is not None)
         elif RUN in frame:
             values = frame[RUN].to_numpy(np.float64)

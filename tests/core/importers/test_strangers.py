@@ -211,3 +211,21 @@ def test_lines_of_a_log_have_a_cap(tmp_path, monkeypatch):
     (tmp_path / "a.log").write_text("x" * (2 << 20) + line)
     with refused(TraceError, naming=("1 MiB",)):
         import_dump(tmp_path / "a.log")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step:{n}/100 - response_length/mean:200 - response_length/max:900",
+        "Step {n}/100: {{'completions/mean_length': 200, 'completions/max_length': 900}}",
+        " 5%|x  | {n}/100 [01:10<20:00, 9.1s/it]{{'completions/mean_length': 200, 'completions/max_length': 900}}",
+        "step {n}/100, response_length/mean=200 response_length/max=900",
+        "global_step {n}/100: response_length/mean: 200, response_length/max: 900",
+        '{{"step": "{n}/100", "response_length/mean": 200, "response_length/max": 900}}',
+        '{{"step": "{n}/100", "response_tokens": 200, "finish_reason": "stop"}}',
+    ],
+)
+def test_steps_of_so_many_are_numbered(tmp_path, line):
+    path = tmp_path / ("a.jsonl" if line.startswith('{{"step') else "a.log")
+    path.write_text("".join(line.format(n=n) + "\n" for n in (5, 6, 8)))
+    assert import_dump(path).rl_steps == [5, 6, 8]
