@@ -33,11 +33,13 @@ from tltlab.planning.rollout_driver import PlanDriver
 from tltlab.policies.driver import refuse_needs
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import WHOLE_TOKENS, Selector
+from tltlab.policies.specs import CustomSpec
 from tltlab.records import Json
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import Drawn, Rates, Replayed
 from tltlab.sim.engine.planned import Planned
+from tltlab.sim.engine.policy_time import PolicyTime
 from tltlab.sim.engine.record import SimulatedRollout
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests
@@ -231,6 +233,7 @@ class Scenario(SimulationConfig):
         budgets = budgets_of(policy, self.workers)
         trainer = None if self.spot is None else SimulatedSpotTrainer(self.spot)
         simulators = dict[Shape, RolloutSimulator]()
+        watch = PolicyTime(self.decision_block) if isinstance(policy.selector, CustomSpec) else None
         for shape, costs in self.all_shapes.items():
             words = entropy if not simulators else [[*each, shape.engines] for each in entropy[: shape.engines]]
             simulators[shape] = RolloutSimulator(
@@ -244,6 +247,7 @@ class Scenario(SimulationConfig):
                 noise=costs.noise if self.mode == "sampled" else None,
                 seed=self.seed,
                 max_tools=self.max_tools,
+                watch=watch,
             )
         simulator = next(iter(simulators.values()))
         fluid = {WHOLE_TOKENS: "mode 'fluid' has expected tokens; simulate with mode 'sampled'"}

@@ -28,6 +28,7 @@ import heapq
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ from .admission import MOST_ITERATIONS, RequestFeed
 from .batch import Batch, MacroStep, RequestsView
 from .log import LogEntry
 from .memoryless import MemorylessChoices
+from .policy_time import PolicyTime, TimedDriver
 from .random_numbers import NoiseDraws
 from .record import SimulatedRollout
 from .regime import Regime, Regimes
@@ -88,6 +90,8 @@ class RolloutSimulator:
     noise: IterationNoise | None = None
     seed: int = 0
     max_tools: int | None = None
+    watch: PolicyTime | None = None
+    """Measures the time of a user's own policy."""
     drivers: list[PolicyDriver] = field(init=False)
     choices: MemorylessChoices = field(init=False)
     kept: dict[Choice, MemorylessChoices] = field(init=False)
@@ -96,7 +100,8 @@ class RolloutSimulator:
         delay = int(self.decision_block > 1) if self.delay is None else self.delay
         # A memoryless policy has one driver for all workers.
         own = self.selectors[:1] if self.memoryless else self.selectors
-        drivers = [PolicyDriver(selector, worker=w, delay=delay) for w, selector in enumerate(own)]
+        driver = PolicyDriver if self.watch is None else partial(TimedDriver, watch=self.watch)
+        drivers = [driver(selector, worker=w, delay=delay) for w, selector in enumerate(own)]
         self.drivers = drivers * len(self.selectors) if self.memoryless else drivers
 
     @property

@@ -1,6 +1,8 @@
 """`simulate`: worked examples, its inputs and their defaults, and what it writes."""
 
 import json
+import re
+import time
 
 import pytest
 
@@ -490,3 +492,20 @@ def test_an_engine_that_waits_takes_its_waiting_longer():
 def test_costs_of_nothing_have_no_regret():
     summary = simulate(lengths(10), "none", costs=FREE).summary
     assert (summary["makespan_s"], summary["lower_bound_s"], summary["regret"]) == (0.0, 0.0, None)
+
+
+class Pondering(Selector):
+    """Drafts four tokens, after a while."""
+
+    strategies = (Strategy.chain("ngram", 4),)
+
+    def choose(self, state):
+        time.sleep(2e-4)
+        return self.strategies[0]
+
+
+def test_a_slow_policy_is_reported_with_the_block_that_helps(monkeypatch, capsys):
+    monkeypatch.setattr("tltlab.sim.engine.policy_time.HINT_S", 0.05)
+    simulate("traces/tiny", Pondering, acceptance="ngram=0.7")
+    (hint,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"\d\d% of the .* --decision-block \d+", hint)
