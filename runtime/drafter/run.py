@@ -633,10 +633,11 @@ class IdleWorkerTraining:
                     ray.kill(process.actor)
                 else:
                     self._end(worker, process)
-            # Calls after Ray's end would start Ray again.
+            # A call after Ray's end would start Ray again, and one during Ray's end may crash this process. The
+            # thread's longest call confirms a kill.
             if self._thread.is_alive():
                 self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join(CLOSE_S)
+                self._thread.join(self.config.coordinator.yield_timeout_s + LATE_S)
             self._meeting.close()
 
     def _running(self) -> dict[int, _TrainerProcess]:

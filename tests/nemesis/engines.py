@@ -55,7 +55,8 @@ def settings(folder, *, learning):
         "checkpoint.every=2", "faults.max_restarts=9", "faults.stopped_timeout_s=3", "log.tensorboard=false",
     ]  # fmt: skip
     learns = [
-        "drafter.name=learned", 'drafter.schedule={"kind": "always"}', "drafter.tokens_per_update=128",
+        # Updates so small that there is one even where a busy machine leaves little of a worker's idle time.
+        "drafter.name=learned", 'drafter.schedule={"kind": "always"}', "drafter.tokens_per_update=32",
         "drafter.checkpoint_every=5", "drafter.nice=0",
     ]  # fmt: skip
     return given + (learns if learning else [])

@@ -5,6 +5,7 @@ moments that `TLTLAB_FUZZ=1` draws anew.
 The run trains a drafter and never drafts with it, so that its responses are those of a run that trains none.
 """
 
+import math
 import os
 import random
 import re
@@ -79,10 +80,10 @@ class Driver:
         description = self.run / "run.json"
         self._wait_until(lambda: description.exists() and description.stat().st_mtime_ns > self._since)
 
-    def gets_on(self, steps):
-        """Wait for so many RL steps more."""
-        target = self.steps + steps
-        self._wait_until(lambda: self.steps >= target)
+    def gets_on(self, steps, within_s=math.inf):
+        """Wait for so many RL steps more, or so many seconds."""
+        target, end = self.steps + steps, time.monotonic() + within_s
+        self._wait_until(lambda: self.steps >= target or time.monotonic() > end)
 
     def _wait_until(self, done):
         """Or until the run is over."""
@@ -145,7 +146,8 @@ def test_nothing_is_lost_whoever_is_killed(recipe_file, tmp_path, monkeypatch):
         for victim in islice(cycle(rng.sample(sorted(VICTIMS), len(VICTIMS))), NUM_KILLS):
             driver.under_way()
             driver.gets_on(rng.randint(0, MOST_STEPS_BETWEEN))
-            time.sleep(rng.uniform(0.0, MOST_BETWEEN_S))
+            # On a fast machine several RL steps would pass, and the run be over before all are killed.
+            driver.gets_on(1, rng.uniform(0.0, MOST_BETWEEN_S))
             while not driver.kill(victim, rng):
                 # Just now another one is started in its place.
                 time.sleep(0.05)
