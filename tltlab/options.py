@@ -36,6 +36,7 @@ from pydantic import BaseModel
 from .config import faults_in, shown
 from .errors import ConfigError, did_you_mean
 from .files import read_text
+from .records import Json
 
 _WORDS = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path", list: "a list",
@@ -133,7 +134,7 @@ class Without:
 @cache
 def options_of(kind: Any) -> Mapping[str, Option]:
     """Return the options of a dataclass, or of a model of pydantic, by field, with the fields' types and defaults."""
-    hints, found, marked = get_type_hints(kind, include_extras=True), {}, dict[str, Any]()
+    hints, found, marked = get_type_hints(kind, include_extras=True), {}, Json()
     if is_dataclass(kind):
         defaults = {each.name: ... if each.default is MISSING else each.default for each in fields(kind)}
         marked = {each.name: each.metadata.get("option") for each in fields(kind)}
@@ -170,7 +171,7 @@ def check(settings: Any) -> None:
             object.__setattr__(settings, name, checked)
 
 
-def to_json(settings: Any) -> dict[str, Any]:
+def to_json(settings: Any) -> Json:
     """Return the settings as JSON values by field; an object is its name, its kind, or its class."""
     return {each.name: _json(getattr(settings, each.name)) for each in fields(settings)}
 
@@ -201,7 +202,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     taken: dict[str, tuple[type, dict[str, Option]]] = {}
     parameters: list[Parameter] = []
-    own: dict[str, Any] = {}
+    own: Json = {}
     hints = get_type_hints(function, include_extras=True)
     for parameter in inspect.signature(function).parameters.values():
         hint = hints[parameter.name]
@@ -262,7 +263,7 @@ def _parameter(name: str, option: Option) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-def _read(path: Path, known: Iterable[str]) -> dict[str, Any]:
+def _read(path: Path, known: Iterable[str]) -> Json:
     """Return the values of a TOML file by field. Raises ConfigError, also for a key that is not `known`."""
     try:
         values = tomllib.loads(read_text(path, _MOST_BYTES))

@@ -1,12 +1,11 @@
 """`tltlab audit`: tests an engine's speculative decoding for losslessness."""
 
-from typing import Any
-
 import typer
 
 from tltlab.console import emit, progress
 from tltlab.errors import ConfigError
 from tltlab.options import command, option
+from tltlab.records import Json
 
 from .profile import vllm_setting
 
@@ -51,7 +50,7 @@ def audit(
         raise typer.Exit(1)
 
 
-def vllm_settings(texts: list[str]) -> dict[str, Any]:
+def vllm_settings(texts: list[str]) -> Json:
     """Parse settings given as KEY=VALUE; what is drafted is the audit's own."""
     settings = dict(map(vllm_setting, texts))
     if "speculative_config" in settings:

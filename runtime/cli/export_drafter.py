@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from tltlab.console import emit, progress
 from tltlab.options import command, option
+from tltlab.records import Json
 from tltlab.runtime.recipe.drafter import ExportConfig
 
 from .train_drafter import chances
@@ -38,7 +39,7 @@ def export_drafter(
     emit(report, _text(report))
 
 
-def _text(report: dict[str, Any]) -> str:
+def _text(report: Json) -> str:
     lines = [f"{report['out']}: {report['method']} drafter of {report['model']}"]
     for name in ("greedy", "sampled"):
         length, positions = report[name]["accept_length"], report[name]["positions"]["measured"]

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -10,6 +10,7 @@ from tltlab.console import emit
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.options import command, option
+from tltlab.records import Json
 
 
 @command
@@ -49,5 +50,5 @@ def export_policy(
     emit(report, _text(report))
 
 
-def _text(report: dict[str, Any]) -> str:
+def _text(report: Json) -> str:
     return "\n".join([json.dumps(report["vllm"], indent=2), *(f"note: {note}" for note in report["notes"])])

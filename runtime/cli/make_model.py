@@ -1,10 +1,10 @@
 """`tltlab make-model`."""
 
 from pathlib import Path
-from typing import Any
 
 from tltlab.console import emit, progress, table
 from tltlab.options import command, option
+from tltlab.records import Json
 
 
 @command
@@ -36,7 +36,7 @@ def make_model(
     emit({"out": str(out), **report}, _text(out, report))
 
 
-def _text(out: Path, report: dict[str, Any]) -> str:
+def _text(out: Path, report: Json) -> str:
     s = report["sampled"]
     lengths = ", ".join(f"{name} {s[f'length_{name}']:.0f}" for name in ("p50", "p90", "p95", "p99", "max"))
     figures = [

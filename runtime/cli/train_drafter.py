@@ -1,13 +1,14 @@
 """`tltlab train-drafter`."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from tltlab.config import counted, faults_in
 from tltlab.console import emit, progress
 from tltlab.options import command, option
+from tltlab.records import Json
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig, TextConfig, WarmUpConfig
 
 
@@ -43,7 +44,7 @@ def train_drafter(
     emit(report, _text(report))
 
 
-def _text(report: dict[str, Any]) -> str:
+def _text(report: Json) -> str:
     before, after = report["before"], report["after"]
     return "\n".join(
         [

@@ -5,14 +5,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tltlab.errors import RunError
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.run.memory import tensor_bytes
 
@@ -115,7 +114,7 @@ class TrainingPeriod:
         self.sequences += report.own_sequences
         self.loss = report.loss
 
-    def row(self, worker: int, rl_step_began: float, freed: float) -> dict[str, Any]:
+    def row(self, worker: int, rl_step_began: float, freed: float) -> Json:
         """Return the row of the trace; times are of `time.perf_counter`."""
         row = asdict(self) | {
             "worker": worker,

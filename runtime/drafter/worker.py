@@ -28,7 +28,7 @@ from torch import Tensor
 from tltlab.coordination.machine import StopTraining, Train
 from tltlab.errors import ConfigError, RunError, one_line
 from tltlab.files import new_file
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.runtime.recipe.drafter import BufferConfig, DrafterConfig
 from tltlab.runtime.run.memory import ProcessMemory, tensor_bytes
 from tltlab.traces.schema import key_columns
@@ -54,7 +54,7 @@ MOST_HELD_OUT = 32
 SETTLE_S = 2.0
 """Most seconds for an engine's sequences to arrive; later ones are not in the checkpoint."""
 
-Row = dict[str, Any]
+Row = Json
 
 LONGEST = 0.5
 """Share of the sequences of earlier RL steps that count as their longest."""
@@ -135,7 +135,7 @@ class SpotTrainer:
     def start(
         self,
         target: FrozenTarget,
-        state: dict[str, Any] | None = None,
+        state: Json | None = None,
         rl_step: int = 0,
         *,
         anew: bool = False,
@@ -217,7 +217,7 @@ class SpotTrainer:
             if self._order is None or order.number > self._order.number:
                 self._order, self._order_since = order, time.perf_counter()
 
-    def publish(self, state: dict[str, Any] | None, rl_step: int) -> None:
+    def publish(self, state: Json | None, rl_step: int) -> None:
         """Note that engines draft with this state from `rl_step` on, None for the state here; train on from it."""
         with self._lock:
             if state is not None:
@@ -255,7 +255,7 @@ class SpotTrainer:
                 report, candidate=self.training.predict(newest), served=self.training.predict(newest, served)
             )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """Return the last good training state, on the host."""
         with self._lock:
             return self.training.state_dict()

@@ -2,16 +2,16 @@
 
 import os
 import sys
-from typing import Any
 
 import torch
 
 from tltlab.console import made_by
+from tltlab.records import Json
 from tltlab.runtime.engine.vllm import installed_vllm
 from tltlab.runtime.recipe.recipe import Recipe
 
 
-def run_json(recipe: Recipe) -> dict[str, Any]:
+def run_json(recipe: Recipe) -> Json:
     """Return the contents of `run.json`: the command, the versions and the resolved recipe."""
     return {"argv": sys.argv, "versions": versions(), "recipe": recipe.model_dump(mode="json")}
 

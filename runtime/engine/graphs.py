@@ -37,7 +37,7 @@ from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import BatchTable
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 GIB = 2**30
@@ -108,7 +108,7 @@ class GraphPlan:
     asked: tuple[BatchDepth, ...]
     drafters: tuple[str, ...]
     networks: tuple[str, ...]
-    drafts: dict[str, Any]
+    drafts: Json
     deepest: int
     runner: Runner = "V2"
     uneven: bool = False
@@ -158,7 +158,7 @@ class GraphPlan:
             sizes = {-(-size // longest) * longest for size in sizes}
         return tuple(sorted(size for size in sizes if size <= self.max_tokens))
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """Arguments of stock `vllm.LLM`."""
         drafts = {**self.drafts, "num_speculative_tokens": self.deepest} if self.depths[-1] else None
         settings = {"max_num_seqs": self.max_num_seqs, **self.engine_settings(drafts)}
@@ -248,12 +248,12 @@ class GraphPlan:
                 f"falls back to full graphs for K = {self.deepest} alone"
             )
 
-    def engine_settings(self, speculative: Mapping[str, Any] | None) -> dict[str, Any]:
+    def engine_settings(self, speculative: Mapping[str, Any] | None) -> Json:
         """Arguments of `vllm.LLM` for tltlab's engine that drafts by `speculative`, itself one of them.
 
         The largest size is left to vLLM, which drops sizes that one iteration may not schedule.
         """
-        settings: dict[str, Any] = {}
+        settings: Json = {}
         if speculative is not None:
             settings["speculative_config"] = speculative = dict(speculative)
             if self.any_lengths and self.networks:
@@ -407,7 +407,7 @@ def parts_of(specs: Mapping[str, DrafterSpec], name: str) -> tuple[str, ...]:
     return (spec.first, spec.otherwise) if isinstance(spec, HybridSpec) else (name,)
 
 
-def _method(spec: DrafterSpec | None, deepest: int) -> dict[str, Any]:
+def _method(spec: DrafterSpec | None, deepest: int) -> Json:
     """Return a drafter in vLLM's terms; empty for one that vLLM does not have."""
     if isinstance(spec, LearnedSpec):
         return spec.speculative_config if spec.trained else {}

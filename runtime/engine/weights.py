@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tltlab.errors import RunError, one_line
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 
 WeightTransport = Literal["host", "nccl", "ipc"]
 BUCKET_BYTES = 32 << 20
@@ -216,13 +216,13 @@ class Engines:
     def num_ranks(self) -> int:
         return len(self.workers) * self.gpus_each
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def init_weight_transfer_engine(self, init_info: Json) -> None:
         infos = self.joining(init_info)
         self.wait(
             [(n, worker.weights.remote("init", (self.transport, infos[n]))) for n, worker in self.workers.items()]
         )
 
-    def joining(self, init_info: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    def joining(self, init_info: Json) -> dict[int, Json]:
         """Return each engine's arguments: its ranks follow those of the previous engine in one shared group."""
         if "rank_offset" not in init_info:
             return dict.fromkeys(self.workers, init_info)

@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tltlab.console import marked_folder
 from tltlab.errors import ConfigError
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 
 from .measure import measure
 from .tasks import TASKS, Task, TaskProblem
@@ -73,7 +73,7 @@ SIZES = {
 }
 
 
-def make_model(out: Path, *, size: str | Size, task: str, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def make_model(out: Path, *, size: str | Size, task: str, seed: int, progress: Callable[[str], None]) -> Json:
     """Train a model on `task`, write its folder to `out` atomically, and return the report.
 
     `out` is an ordinary Hugging Face model (Llama architecture, float32, a tokenizer of one token a word) with
@@ -163,9 +163,7 @@ def make_tokenizer(task: Task) -> PreTrainedTokenizerFast:
 
 def _new_model(size: Size, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     heads = size.hidden // _HEAD_SIZE
-    special: dict[str, Any] = {
-        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")
-    }
+    special: Json = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=math.ceil(len(tokenizer) / 64) * 64,

@@ -17,7 +17,7 @@ import numpy as np
 
 from tltlab.config import counted
 from tltlab.errors import ConfigError
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest
@@ -120,7 +120,7 @@ class TrainedLengths:
             figures |= percentiles(f"{name}/length_p", lengths)
         return figures | {"trained/length_bias": figures["trained/length_mean"] / figures["generated/length_mean"]}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         lengths = {"trained": list(self._trained.items()), "dropped": list(self._dropped.items())}
         return {**lengths, "num_dropped": self.num_dropped, "wasted_tokens": self.wasted_tokens}
 
@@ -260,7 +260,7 @@ class PartialRollouts(Rollouts):
             )
         return [note]
 
-    def state_dict(self, folder: Path) -> dict[str, Any]:
+    def state_dict(self, folder: Path) -> Json:
         """Return the groups that are not whole; their tokens go to `PENDING_FILE` in `folder`."""
         samples = [sample for group in self._pending for sample in group.samples]
         save_ragged(

@@ -29,6 +29,7 @@ from tltlab.files import json_lines, read_json, write_file
 from tltlab.own import code_allowed
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import ExploreSpec
+from tltlab.records import Json
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -50,7 +51,7 @@ class RehearsalPlan(FrozenModel):
     """
 
     model: str
-    config: dict[str, Any]
+    config: Json
     kv_token_bytes: int
     lengths: tuple[tuple[int, ...], ...]
     prompt_tokens: int
@@ -100,7 +101,7 @@ def read_plan(out: Path) -> RehearsalPlan:
         return RehearsalPlan.model_validate(value)
 
 
-def played(out: Path, engine: str = "engine-*") -> list[dict[str, Any]]:
+def played(out: Path, engine: str = "engine-*") -> list[Json]:
     """Return the rows on disk, of one engine or all; the last one of each may be torn."""
     return [row for path in sorted(out.glob(f"{engine}.jsonl")) for row in json_lines(path)]
 
@@ -141,9 +142,7 @@ def requests_of(plan: RehearsalPlan, worker: int, visit: Visit, lengths: list[in
     ]
 
 
-def play(
-    plan: RehearsalPlan, out: Path, worker: int, *, stock: bool, deadline: float | None = None
-) -> Iterator[dict[str, Any]]:
+def play(plan: RehearsalPlan, out: Path, worker: int, *, stock: bool, deadline: float | None = None) -> Iterator[Json]:
     """Start the engine; yield a row for the start, per plain batch and per rollout. Engine errors are raised.
 
     No rollout begins after `deadline`, in seconds of `time.time`, or where it would end later by the duration of the
@@ -219,7 +218,7 @@ def _engine(plan: RehearsalPlan, out: Path, worker: int, stock: bool) -> Any:
     strategies, model = _strategies(plan), str(out / "model")
     depth, most = strategies[-1].draft_depth, max(len(plan.lengths[worker]), *plan.plain_batches, 1)
     longest = max(*plan.lengths[worker], _PLAIN_TOKENS if plan.plain_batches else _SETTLING_TOKENS)
-    arguments: dict[str, Any] = {
+    arguments: Json = {
         "load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": most,
         "max_model_len": plan.prompt_tokens + longest + depth + 1,
     }  # fmt: skip

@@ -12,7 +12,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from tltlab.config import counted
 from tltlab.errors import ConfigError
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.heads.target import read_config
@@ -225,7 +225,7 @@ class ReusingRollouts(Rollouts):
                 f"is for small vocabularies (up to {MAX_ROWS_BYTES >> 30} GiB); set it to 'none'"
             )
 
-    def state_dict(self, folder: Path) -> dict[str, Any]:
+    def state_dict(self, folder: Path) -> Json:
         """Return the keys of known responses; token arrays, and distributions of "exact", go to a file in `folder`."""
         earlier = list(self._earlier.values())
         columns = {"token_ids": [e.token_ids for e in earlier], "logprobs": [e.logprobs for e in earlier]}

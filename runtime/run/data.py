@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tltlab.config import counted
 from tltlab.errors import ConfigError
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt, read_prompts
 from tltlab.runtime.recipe.engines import config_of, engine_context
@@ -133,7 +133,7 @@ class RunData:
         numbers = [self._number[prompt_id] for prompt_id in prompt_ids]
         return [turn if turn < last else None for turn in turns[numbers].tolist()]
 
-    def state_dict(self, folder: Path) -> dict[str, Any]:
+    def state_dict(self, folder: Path) -> Json:
         """Return the position in the data, as JSON types; unfinished responses go into `folder`, which is made."""
         folder.mkdir()
         return {"order": self.order.state_dict(), "rollouts": self.rollouts.state_dict(folder)}

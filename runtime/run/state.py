@@ -20,6 +20,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
 from tltlab.own import code_allowed, named_in
 from tltlab.policies.policy import Policy, parse_policy
+from tltlab.records import Json
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.user_code import code_of
 from tltlab.stats import finite
@@ -40,8 +41,8 @@ class RunState:
 
     rl_step: int = 0
     policy_version: int = 0
-    policies: list[dict[str, Any]] = field(default_factory=list)
-    repeats: list[dict[str, Any]] = field(default_factory=list)
+    policies: list[Json] = field(default_factory=list)
+    repeats: list[Json] = field(default_factory=list)
     reports: list[StepReport] = field(default_factory=list)
     reward_first: float | None = None
 
@@ -72,7 +73,7 @@ def write_state(
 
     `parts` are the states of the run's other parts by name, as JSON types.
     """
-    fields: dict[str, Any] = {item.name: getattr(state, item.name) for item in fields_of(state)}
+    fields: Json = {item.name: getattr(state, item.name) for item in fields_of(state)}
     fields["reports"] = [
         _with_floats(asdict(report), lambda v: finite(v) if isinstance(v, float) else v) for report in state.reports
     ]
@@ -82,7 +83,7 @@ def write_state(
         write_json(folder / f"worker-{number}.json", worker)
 
 
-def read_state(folder: Path, recipe: Recipe) -> tuple[RunState, dict[str, Any]]:
+def read_state(folder: Path, recipe: Recipe) -> tuple[RunState, Json]:
     """Read `state.json`: the state and the other parts.
 
     ConfigError where it is of another program or of a run that the recipe cannot continue, and where the policy in
@@ -97,7 +98,7 @@ def read_state(folder: Path, recipe: Recipe) -> tuple[RunState, dict[str, Any]]:
         raise ConfigError(f"{folder / STATE} is no whole state of a run: {type(error).__name__}: {error}") from error
 
 
-def _state_of(parts: dict[str, Any], folder: Path, recipe: Recipe) -> tuple[RunState, dict[str, Any]]:
+def _state_of(parts: Json, folder: Path, recipe: Recipe) -> tuple[RunState, Json]:
     # The model's folder may have moved.
     parts["model"], model = (Path(name).name for name in (parts["model"], recipe.model))
     for name, own in (("model", model), ("seed", recipe.seed), ("num_workers", recipe.rollout.num_workers)):
@@ -120,7 +121,7 @@ def _state_of(parts: dict[str, Any], folder: Path, recipe: Recipe) -> tuple[RunS
     return RunState(**fields), parts
 
 
-def _with_floats(report: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def _with_floats(report: Mapping[str, Any], change: Callable[[Any], Any]) -> Json:
     return {name: _with_floats(v, change) if isinstance(v, Mapping) else change(v) for name, v in report.items()}
 
 

@@ -5,13 +5,13 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from tltlab.errors import ConfigError, RunError
+from tltlab.records import Json
 from tltlab.runtime.recipe.sections import TrainConfig
 
 from .attention import ALONE, SequenceGroup
@@ -44,7 +44,7 @@ def meet(device: torch.device, rank: int, world: int, rendezvous: str | None, ti
     if rendezvous is None or not rendezvous.startswith("tcp://"):
         # Ranks of one machine use its loopback interface.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    place: dict[str, Any] = {"store": HashStore()} if rendezvous is None else {"init_method": rendezvous}
+    place: Json = {"store": HashStore()} if rendezvous is None else {"init_method": rendezvous}
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

@@ -48,7 +48,7 @@ from transformers import (
 from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError, RunError, one_line, refuse
 from tltlab.files import Hashing, fsync_file, read_text, write_sum
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.runtime.drafter.heads.head import mtp_weights, save_with_mtp
 from tltlab.runtime.drafter.heads.target import FrozenTarget, is_mimo
 from tltlab.runtime.engine.weights import (
@@ -918,7 +918,7 @@ def learning_rate(config: TrainConfig, num_taken: int, place: int) -> float:
     return rate * (config.lr_min_share + (1 - config.lr_min_share) * left)
 
 
-def _decay_groups(policy: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
+def _decay_groups(policy: nn.Module, config: TrainConfig) -> list[Json]:
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if config.decay_all:
         return [{"params": parameters}]

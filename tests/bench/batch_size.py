@@ -23,6 +23,7 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DEFAULT_DRAFTERS
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import load_policy
+from tltlab.records import Json
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest
@@ -50,14 +51,14 @@ def bench_batch_size(
     warm_up: int,
     seed: int,
     progress: Progress,
-) -> dict[str, Any]:
+) -> Json:
     """Have every policy, and plain decoding, visit every batch size in each round; return a row for each pair.
 
     A visit generates `tokens` for each request on average, of at least REQUESTS requests. Policies learn for `warm_up`
     iterations at each batch size before the first round, apart for each, and continue from round to round.
     """
     chosen = {name: load_policy(name) for name in dict.fromkeys([PLAIN, *policies])}
-    drafters: dict[str, Any] = dict(DEFAULT_DRAFTERS)
+    drafters: Json = dict(DEFAULT_DRAFTERS)
     for policy in chosen.values():
         drafters |= policy.drafters
     torch.set_num_threads(1)
@@ -82,7 +83,7 @@ def bench_batch_size(
         starts = [[*prompt.token_ids, *text.token_ids[: len(text.token_ids) // 2]] for prompt, text in longest]
         forced = ForcedBatches(engine, starts[: max(widest, REQUESTS)], room, tokens)
 
-        def visit(case: tuple[int, str], number: int) -> dict[str, Any]:
+        def visit(case: tuple[int, str], number: int) -> Json:
             order = np.random.default_rng([seed, case[0], number + 1]).permutation(len(forced.starts))
             engine.control.set_selector(*learning[case])
             return forced.visit(case[0], order, iterations=warm_up if number < 0 else 0)
@@ -108,7 +109,7 @@ class ForcedBatches:
         self.engine, self.starts, self.room, self.tokens = engine, starts, room, tokens
         self._number = 0
 
-    def visit(self, batch: int, order: Sequence[int] | np.ndarray, *, iterations: int = 0) -> dict[str, Any]:
+    def visit(self, batch: int, order: Sequence[int] | np.ndarray, *, iterations: int = 0) -> Json:
         """Generate at one batch size, from the starts in `order`: REQUESTS requests, or at least `iterations`.
 
         Return tokens per second, the number of verified drafts and of their accepted tokens, and the number of
@@ -156,7 +157,7 @@ class ForcedBatches:
         return rows[UNSETTLED:]
 
 
-def rows_of(visits: Visits, fixed: Sequence[str]) -> list[dict[str, Any]]:
+def rows_of(visits: Visits, fixed: Sequence[str]) -> list[Json]:
     """Return a row for each policy at one batch size; those of a single strategy are `fixed`.
 
     `speed_up` is over plain decoding. `best` marks the fastest fixed policy. `of_best` is the speed of a policy that

@@ -30,6 +30,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.files import write_json
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import ExploreSpec, FixedSpec, TableRow, TableSpec
+from tltlab.records import Json
 from tltlab.stats import interval_json, paired_interval
 from tltlab.strategy import Strategy
 
@@ -67,7 +68,7 @@ def shape(name: str, folder: Path, layers: int | None = None) -> Path:
 
 def bench_quick(
     shapes: Sequence[str], *, batches: Sequence[int], rounds: int, minutes: float, out: Path, progress: Progress
-) -> dict[str, Any]:
+) -> Json:
     """Play one rollout of `TRACE` at each shape under `QUICK` policies, and time plain steps of stock vLLM and ours.
 
     A row is in a folder beside `out` as soon as it is measured, and in `out` once its shape is over; what does not fit
@@ -81,8 +82,8 @@ def bench_quick(
     from tltlab.runtime.engine.environment import versions
     from tltlab.runtime.rollout.played import played
 
-    begun, rows, sentences = time.monotonic(), list[dict[str, Any]](), list[str]()
-    result: dict[str, Any] = {
+    begun, rows, sentences = time.monotonic(), list[Json](), list[str]()
+    result: Json = {
         "part": "quick", "hardware": machine(), "driver": _driver(), "versions": versions(), "minutes": minutes,
         "rows": rows, "sentences": sentences,
     }  # fmt: skip
@@ -135,7 +136,7 @@ def bench_gpu(
     kv_bytes: int,
     out: Path | None,
     progress: Progress,
-) -> dict[str, Any]:
+) -> Json:
     """Run one of PARTS on the model in a folder; `about` and one row per engine, failed ones with what they said."""
     if part not in PARTS:
         raise ConfigError(f"no part {part!r} of bench gpu; there are: quick, show, {', '.join(PARTS)}")
@@ -144,8 +145,8 @@ def bench_gpu(
     from tltlab.runtime.engine.environment import hardware as machine
     from tltlab.runtime.engine.environment import versions
 
-    settings: dict[str, Any] = {"model": str(model), "rounds": rounds, "tokens": tokens, "kv_bytes": kv_bytes}
-    result: dict[str, Any] = {"part": part, **settings, "hardware": machine(), "versions": versions(), "rows": []}
+    settings: Json = {"model": str(model), "rounds": rounds, "tokens": tokens, "kv_bytes": kv_bytes}
+    result: Json = {"part": part, **settings, "hardware": machine(), "versions": versions(), "rows": []}
     for case, environment in _cases(part):
         row = case | _alone(part, settings | {"batches": list(batches)} | case, environment)
         progress(f"{_name(row)}: {row['seconds']:.0f} s{' - failed' if 'failed' in row else ''}")
@@ -171,7 +172,7 @@ TEXT: Text = (
 )
 
 
-def text(result: dict[str, Any]) -> str:
+def text(result: Json) -> str:
     """The result for people: a line for each engine, and for each batch size and depth."""
     rows, slowdowns = [], plain_steps(result["rows"])
     for row in result["rows"]:
@@ -208,7 +209,7 @@ def _cases(part: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
             yield {"plan": plan, "runner": "V2", "graphs": "planned"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
-def _alone(part: str, arguments: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+def _alone(part: str, arguments: Json, environment: dict[str, str]) -> Json:
     """Measure in another process: its result, or `failed`, and the seconds it took."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -234,7 +235,7 @@ def _chain_policies(drafter: str) -> dict[str, Policy]:
 
 def _graphs(
     plan: str, runner: str, graphs: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int
-) -> dict[str, Any]:
+) -> Json:
     """Bytes that capture took, and what iterations ran in at each batch and depth, with the median step.
 
     Drafts cost nothing on the V1 runner (`ForcedDrafter`); on V2 an untrained EAGLE head makes them.
@@ -259,7 +260,7 @@ def _graphs(
     shape = find_model(model)
     settings = _WITHOUT_WEIGHTS | {"max_num_seqs": max(batches), "kv_cache_memory_bytes": kv_bytes}
     with tempfile.TemporaryDirectory() as folder:
-        drafters: dict[str, Any] = {}
+        drafters: Json = {}
         if runner == "V1":
             drafters = {drafter: ForcedDrafter()}
         elif planned.deepest:
@@ -272,7 +273,7 @@ def _graphs(
         )  # fmt: skip
     try:
         captured, predicted = engine.captured_graphs(), memory_bytes(planned, shape.layers, shape.vocab)
-        cells: list[dict[str, Any]] = []
+        cells: list[Json] = []
         row = {
             "started_s": time.perf_counter() - start, "captured": asdict(captured), "depths": planned.depths,
             "planned": planned.full_graphs() if graphs == "planned" else None, "cells": cells,
@@ -321,7 +322,7 @@ def plain_steps(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]
     return slowdowns
 
 
-def _seam(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int) -> dict[str, Any]:
+def _seam(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int) -> Json:
     """Tokens per second of rollouts of fixed length, by batch size, after a rollout that warms up."""
     from bench.vllm.plain import fixed_length, stock_llm
     from tltlab.runtime import vllm_options
@@ -358,7 +359,7 @@ def _seam(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int,
     return {"started_s": started_s, "tokens_per_s": rates}
 
 
-def _sync(way: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int) -> dict[str, Any]:
+def _sync(way: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int) -> Json:
     """Seconds to give an engine new weights, and how much of them went into the copy to the host."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -388,7 +389,7 @@ def _sync(way: str, model: str, batches: list[int], kv_bytes: int, rounds: int, 
     return {"bytes": num_bytes, "sync_s": seconds[WARM_UP:], "of_which_to_host_s": copies[WARM_UP:]}
 
 
-def _update(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int) -> dict[str, Any]:
+def _update(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int) -> Json:
     """Seconds of a trainer's update on as many responses as the first batch size, with deterministic algorithms and
     without, in turn."""
     import torch

@@ -21,6 +21,7 @@ from tltlab.costs.load import load_costs
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, TableRow, TableSpec
+from tltlab.records import Json
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.study import Cell, Study
@@ -108,7 +109,7 @@ RATIOS: dict[str, tuple[str, str, float | None]] = {
 """Two cases each, and what their ratio should not exceed."""
 
 
-def bench_sim(rounds: int, configurations: int, jobs: int) -> dict[str, Any]:
+def bench_sim(rounds: int, configurations: int, jobs: int) -> Json:
     """Time every case once per round; then the sweep."""
     chosen = cases()
     makespans: dict[str, float] = {}
@@ -161,7 +162,7 @@ TEXT: Text = (
 )
 
 
-def bench_sweep(configurations: int, jobs: int) -> dict[str, Any]:
+def bench_sweep(configurations: int, jobs: int) -> Json:
     """`configurations` batch-size tables on ten RL steps of 4,096 responses each."""
     scenario = Scenario.of(lengths(512, rl_steps=10), costs=COSTS, acceptance="geometric:0.7", workers=8)
     cells = [

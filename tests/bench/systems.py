@@ -19,6 +19,7 @@ from tltlab.files import write_json
 from tltlab.planning.composition import System
 from tltlab.planning.execution import missing_part, network_drafter
 from tltlab.planning.systems import find_systems
+from tltlab.records import Json
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.models.runs import Sizes, recipe_of, trained_beside, warmed_up
 from tltlab.runtime.ray.start import ray_running
@@ -28,7 +29,7 @@ from tltlab.sim.verification.rollouts import verify
 from tltlab.stats import interval_json
 
 RESULT = "systems.json"
-Row = dict[str, Any]
+Row = Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ FAST = replace(FULL, group_size=4, max_response_tokens=96, steps=4, warm_up_upda
 
 def bench_systems(
     names: Sequence[str], sizes: SystemSizes, *, model: Path | None, out: Path, seed: int, progress: Progress
-) -> dict[str, Any]:
+) -> Json:
     """Run the same recipe under every system that engines here have, and predict each rollout from the run's others.
 
     `rows`: a run each; `why_not` names a part that no engine here has, or the fault. `rewards`: how much more held-out

@@ -11,7 +11,7 @@ draft of an n-gram or learned drafter is the longer one cut, while a suffix draf
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import pandas as pd
@@ -20,6 +20,7 @@ import pyarrow as pa
 from tltlab.arrays import Bytes
 from tltlab.drafters.base import Drafter
 from tltlab.errors import ConfigError
+from tltlab.records import Json
 from tltlab.traces.drafts import RecordedResponse, recorded_responses, walked_drafts
 from tltlab.traces.schema import TABLES, UNIQUE
 from tltlab.traces.trace import Trace
@@ -110,7 +111,7 @@ class AcceptedLengths:
                 num, accepted = sums[depth]
                 sums[depth] = num + len(drafts), accepted + int(drafts["accepted"].sum())
 
-    def result(self) -> list[dict[str, Any]]:
+    def result(self) -> list[Json]:
         """Per drafter and age: the mean accepted length by depth, in tokens per draft, bonus token included."""
         return [
             {

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,7 +21,7 @@ from tltlab.costs.noise import IterationNoise, fit_noise
 from tltlab.costs.roofline import Hardware
 from tltlab.costs.samples import Iterations, robust_fit
 from tltlab.errors import ConfigError
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.traces.trace import Trace
 
 from .cross_validation import (
@@ -93,7 +92,7 @@ def fit_trace(
     engine = trace.manifest.name or (trace.path.name if trace.path else "this trace")
     notes = coverage(iterations, trace.steps)
     found, predicted_s = _fitted(kind, hardware, rows, masks, notes, engine=engine, recorded=True)
-    update: dict[str, Any] = {"noise": _noise(iterations, predicted_s)}
+    update: Json = {"noise": _noise(iterations, predicted_s)}
     if found.costs.waiting is None:
         update["waiting"] = measured_waiting(trace)
     return replace(found, costs=found.costs.model_copy(update=update))
@@ -141,7 +140,7 @@ def _fitted(
     return found, predicted_s
 
 
-def _scheduled_alike(rows: Iterations, source: str) -> tuple[Iterations, dict[str, Any]]:
+def _scheduled_alike(rows: Iterations, source: str) -> tuple[Iterations, Json]:
     """The rows as without waiting for the host, where some of them waited and some did not; fields of the costs."""
     waited, unknown = rows.synchronous == 1.0, np.isnan(rows.synchronous)
     if not waited.any() or not (rows.synchronous == 0.0).any():

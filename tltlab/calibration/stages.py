@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,7 +26,7 @@ from tltlab.costs.stages import (
     fit,
 )
 from tltlab.errors import TraceError
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.stats import Interval, paired_interval
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
@@ -96,7 +95,7 @@ def fit_stages(trace: Trace) -> StageFit:
         raise TraceError(
             f"{trace.path or 'the trace'}: no stage of an RL step has a time in steps.parquet; a recorded run has"
         )
-    terms: dict[str, Any] = {stage: models[stage][0] if stage in models else None for stage in STAGES}
+    terms: Json = {stage: models[stage][0] if stage in models else None for stage in STAGES}
     if terms["train_s"] is not None:
         terms["train_s"]["trains"] = trains
     costs = StageCosts(

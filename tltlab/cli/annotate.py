@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from pydantic import Field, TypeAdapter, ValidationError
@@ -24,6 +24,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, NETWORK, Drafters, DrafterTr
 from tltlab.errors import ConfigError, InputError
 from tltlab.importers.sources import read
 from tltlab.options import command, option
+from tltlab.records import Json
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import Contents
 from tltlab.traces.storage import TableWriter, cannot_write, is_unfinished, new_trace_folder, table_writer, write_tables
@@ -123,7 +124,7 @@ def _model_free(text: str) -> ModelFreeSpec:
     if kind not in {spec.kind for spec in DEFAULT_DRAFTERS.values()} and (own := OwnDrafter.parse(text)) is not None:
         own.check()
         return own
-    value: dict[str, Any] = {"kind": kind}
+    value: Json = {"kind": kind}
     for written in options.split(",") if options else ():
         key, equals, setting = written.partition("=")
         if not equals:
@@ -161,7 +162,7 @@ def _acceptance_file(source: Trace, path: Path, drafters: Mapping[str, DrafterTr
         raise cannot_write(path, error) from error
 
 
-def _text(result: dict[str, Any]) -> str:
+def _text(result: Json) -> str:
     lines = [f"wrote {result['path']}: {result['num_positions']} positions, drafts of {result['max_depth']} tokens"]
     lines += ["", "tokens per draft, bonus included, by depth"]
     depths = list(result["drafters"][0]["accepted_length"]) if result["drafters"] else []

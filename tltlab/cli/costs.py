@@ -11,6 +11,7 @@ from tltlab.console import emit, parse_strategy, table, table_text, whole_number
 from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
 from tltlab.options import command, option
+from tltlab.records import Json
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def costs(
     emit(result | {"notes": list(model.notes)}, _table(result))
 
 
-def _row(model: CostModel, strategy: Strategy, batch: int, context: int, tokens: float) -> dict[str, Any]:
+def _row(model: CostModel, strategy: Strategy, batch: int, context: int, tokens: float) -> Json:
     seconds = model.iteration(strategy).seconds(batch, float(batch * context))
     if not seconds > 0:
         raise ConfigError(
@@ -102,7 +103,7 @@ def _row(model: CostModel, strategy: Strategy, batch: int, context: int, tokens:
     }
 
 
-def _described(name: str, model: CostModel) -> dict[str, Any]:
+def _described(name: str, model: CostModel) -> Json:
     """Name, kind, hardware where the model names it, and limit of the KV cache; the first note stands for the rest."""
     kind = str(model.model_dump(include={"kind"})["kind"])
     at: Any = model if kind == "roofline" else getattr(model, "roofline", None)
@@ -111,7 +112,7 @@ def _described(name: str, model: CostModel) -> dict[str, Any]:
     return {"name": name, "kind": kind, **hardware, "kv_capacity_tokens": model.kv_capacity_tokens, "note": note}
 
 
-def _list(listed: list[dict[str, Any]], engines: list[dict[str, Any]]) -> str:
+def _list(listed: list[Json], engines: list[Json]) -> str:
     on = [_on(row) or row["note"].split(":")[0].split(";")[0] for row in listed]
     rows = [(row["name"], row["kind"], description) for row, description in zip(listed, on, strict=True)]
     rows += [
@@ -120,11 +121,11 @@ def _list(listed: list[dict[str, Any]], engines: list[dict[str, Any]]) -> str:
     return table([], rows, left=3)
 
 
-def _on(row: dict[str, Any]) -> str:
+def _on(row: Json) -> str:
     return f"{row['model']} on {row['tp']} x {row['gpu']}" if row["gpu"] else ""
 
 
-def _table(result: dict[str, Any]) -> str:
+def _table(result: Json) -> str:
     # pandas takes a while to import: --help should not wait for it.
     from pandas import DataFrame
 

@@ -1,6 +1,6 @@
 """`tltlab settings`: every setting of a recipe with its default, its type and what it does."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -8,6 +8,7 @@ from tltlab.config import WHOLE, settings_of
 from tltlab.console import emit, table
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.policies.policy import Policy
+from tltlab.records import Json
 
 
 def settings(
@@ -31,7 +32,7 @@ def settings(
     emit({"settings": rows}, settings_text(rows))
 
 
-def settings_text(rows: list[dict[str, Any]]) -> str:
+def settings_text(rows: list[Json]) -> str:
     """Return a table for each section; a sentence on several settings is printed once."""
     lines = []
     for section in dict.fromkeys(row["section"] for row in rows):

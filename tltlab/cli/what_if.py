@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,6 +12,7 @@ from tltlab.files import check_writable, write_file, write_json
 from tltlab.importers.rows import Reading
 from tltlab.importers.sources import Format
 from tltlab.options import Option, Without, command, option, to_json
+from tltlab.records import Json
 from tltlab.report.comparison import comparison_page
 from tltlab.report.page import Part, render
 from tltlab.report.parts import lengths_part, timelines_part
@@ -64,7 +65,7 @@ def what_if(
     check_writable(policy_out)
     with counting():
         answer = run(lengths, config, reading=reading, form=form)
-    result: dict[str, Any] = answer.json() | {"systems": json_rows(answer.systems), "figures": "simulated"}
+    result: Json = answer.json() | {"systems": json_rows(answer.systems), "figures": "simulated"}
     result |= {key: answer.systems.attrs[key] for key in ("baseline", "num_gpus")}
     origin = made_by()
     result |= {

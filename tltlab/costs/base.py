@@ -16,7 +16,7 @@ from tltlab.arrays import Floats
 from tltlab.config import FrozenModel, StoredModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .evidence import CalibratedRange, Evidence
@@ -103,7 +103,7 @@ class CostModel(Coefficients, StoredModel, ABC):
         """GPUs of one worker, 1 where the model does not state it."""
         return 1
 
-    def limits(self) -> dict[str, Any]:
+    def limits(self) -> Json:
         """The fields that every cost model has, for another model with the same limits."""
         return {name: getattr(self, name) for name in CostModel.model_fields}
 

@@ -9,6 +9,7 @@ from tltlab.config import Place, dotted, validated
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.own import OwnPart
+from tltlab.records import Json
 
 from .base import CostModel
 from .linear import LinearCosts
@@ -42,7 +43,7 @@ class OwnCosts(OwnPart):
     contract = "check_costs"
 
 
-def load_costs(source: CostModel | type[CostModel] | dict[str, Any] | str | Path) -> CostModel:
+def load_costs(source: CostModel | type[CostModel] | Json | str | Path) -> CostModel:
     """Return a cost model from itself, a dict, the name of a preset or a JSON file, or of an engine profile.
 
     `ENGINE:GPUS:MODEL[:WEIGHTS[:KV]]` is an engine's profile for a model (`tltlab.costs.profiles`), and
@@ -62,7 +63,7 @@ def load_costs(source: CostModel | type[CostModel] | dict[str, Any] | str | Path
     return validated(_COSTS, value, origin, _without_kind)
 
 
-def load_stages(source: StageCosts | dict[str, Any] | str | Path) -> StageCosts:
+def load_stages(source: StageCosts | Json | str | Path) -> StageCosts:
     """Return stage costs from themselves, a dict, the name of a preset or a JSON file; ConfigError for a bad one.
 
     >>> load_stages({"kind": "roofline", "gpu": "H100", "model": "Qwen2.5-7B", "num_gpus": 8}).num_gpus
@@ -85,7 +86,7 @@ def _shipped(folder: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted(paths, key=lambda path: path.stem)}
 
 
-def _read(source: dict[str, Any] | str | Path, folder: str, name: str, kind: str) -> tuple[str, dict[str, Any]]:
+def _read(source: Json | str | Path, folder: str, name: str, kind: str) -> tuple[str, Json]:
     """Name of a source in error messages, and its value, linear where that does not say."""
     value: Any = source
     if isinstance(source, str | Path):

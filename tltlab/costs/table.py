@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from dataclasses import replace
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, PositiveInt, field_validator, model_validator
@@ -21,7 +21,7 @@ from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.hardware import Positive, gpu, model
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.strategy import Strategy
 
 from .base import CostModel, DraftingIteration, Seconds, padded
@@ -293,7 +293,7 @@ def fit(rows: Iterations, hardware: Hardware | None = None) -> TableCosts:
     if len(prefilled):
         rest_s = costs.predict(replace(prefilled, prefill=np.zeros(len(prefilled))))
         each_s = max(float(np.median((prefilled.seconds - rest_s) / prefilled.prefill)), 0.0)
-        update: dict[str, Any] = {"prefill_per_token_s": each_s}
+        update: Json = {"prefill_per_token_s": each_s}
     else:
         update = {"notes": (*costs.notes, "no iteration prefilled: prefill_per_token_s is null")}
     return costs.model_copy(update=update)
@@ -324,7 +324,7 @@ def _decoding(rows: Iterations, hardware: Hardware | None) -> TableCosts:
             typical_s = float(np.median(rows.seconds[tokens == middle]))
             bends.append({f"forward {middle:g}": (1 - share) / typical_s, f"forward {high:g}": -share / typical_s})
     coefficients = non_negative(columns, rows.seconds, small=bends)
-    terms: dict[str, Any] = dict(measured_drafting(coefficients, notes)) if drafts else {}
+    terms: Json = dict(measured_drafting(coefficients, notes)) if drafts else {}
     slopes = _values_at(coefficients, "context", context_at)[1:] / batch_at
     seconds = np.maximum(_values_at(coefficients, "forward", forward_at), LEAST_S)
     fixed = _values_at(coefficients, "fixed", batch_at)

@@ -1,13 +1,13 @@
 """Fits the model of lengths to a trace, and measures statistics to compare traces by."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Flags, Floats
 from tltlab.errors import ConfigError
+from tltlab.records import Json
 from tltlab.traces.metrics import prompt_share as measured_share
 from tltlab.traces.trace import Trace
 
@@ -70,7 +70,7 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
     return model.with_changes(prompt_share=prompt_share, **_prompt_lengths(rows))
 
 
-def statistics(trace: Trace) -> dict[str, Any]:
+def statistics(trace: Trace) -> Json:
     """Statistics of lengths measured on a trace, as in the model of lengths; None where a value is unknown.
 
     Percentiles and mean in tokens as they were cut, standard deviation of log length (`log_sigma`), the mean over

@@ -25,6 +25,7 @@ from tltlab.charts import Chart, finish, save_figure
 from tltlab.errors import TraceError
 from tltlab.files import write_file
 from tltlab.importers.sources import read
+from tltlab.records import Json
 from tltlab.traces import metrics
 from tltlab.traces.lanes import aligned_offsets, lanes, median_step, step_offsets
 from tltlab.traces.trace import Trace
@@ -67,7 +68,7 @@ def to_perfetto(
     rl_step: int | Literal["all"] = "all",
     process: int = 1,
     offsets: Mapping[int, float] | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Slices (`ph` "X", times in microseconds) per lane, one track of RL steps, a counter of the running requests.
 
     Iterations, where recorded, get their own track below their worker, with batch, draft and accepted tokens as
@@ -85,7 +86,7 @@ def to_perfetto(
         tracks[lane] = len(tracks) + 1
         if lane.startswith("worker ") and trace.num_rows("iterations"):
             tracks[f"{lane} iterations"] = len(tracks) + 1
-    events: list[dict[str, Any]] = []
+    events: list[Json] = []
 
     def add(track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
         tid, category = tracks.setdefault(track, len(tracks) + 1), name.split(" ")[0]
@@ -93,7 +94,7 @@ def to_perfetto(
         event |= {"ts": start_s * _US, "dur": (end_s - start_s) * _US}
         events.append(event | ({"args": args} if args else {}))
 
-    def named(tid: int, kind: str, **args: Any) -> dict[str, Any]:
+    def named(tid: int, kind: str, **args: Any) -> Json:
         return {"ph": "M", "pid": process, "tid": tid, "name": kind, "args": args}
 
     rollouts = {step: d for step, d in metrics.rollout_s(trace).items() if step in shift and d is not None}
@@ -129,7 +130,7 @@ def write_perfetto(path: str | Path, *traces: Any, rl_step: int | Literal["all"]
     return path
 
 
-def _counter(trace: Trace, step: int, shift_s: float, process: int) -> list[dict[str, Any]]:
+def _counter(trace: Trace, step: int, shift_s: float, process: int) -> list[Json]:
     try:
         times, counts = metrics.running_requests(trace, step)
     except TraceError:

@@ -47,6 +47,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
+from tltlab.records import Json
 
 from .target import MIMO, WEIGHTS_FILE, FrozenTarget, Tensors, is_mimo, local_folder, read_config, read_weights
 
@@ -165,7 +166,7 @@ class DrafterHead(nn.Module, ABC):
         return host_copies(self.state_dict())
 
     @abstractmethod
-    def config_dict(self) -> dict[str, Any]:
+    def config_dict(self) -> Json:
         """Return the contents of `config.json`, without the dtype."""
 
     def take_weights(self, name: str | Path, weights: Tensors) -> None:
@@ -232,7 +233,7 @@ class EagleHead(DrafterHead):
         joined = self.fc(torch.cat([embeddings, states], -1))
         return joined, joined
 
-    def config_dict(self) -> dict[str, Any]:
+    def config_dict(self) -> Json:
         return dict(self.config.to_dict())
 
 
@@ -327,7 +328,7 @@ class Eagle3Head(DrafterHead):
     def output_weight(self, frozen: FrozenTarget) -> Tensor:
         return frozen.lm_head if self.lm_head is None else self.lm_head.weight
 
-    def config_dict(self) -> dict[str, Any]:
+    def config_dict(self) -> Json:
         vocabulary, hidden = self.config.vocab_size, self.config.hidden_size
         layer = self.config.to_dict() | {"num_aux_hidden_states": len(self.aux_layers)}
         if self.qk_norm:
@@ -412,7 +413,7 @@ class MtpHead(DrafterHead):
         states: Tensor = self.layer.final_layernorm(super().finish(residual, attended))
         return states
 
-    def config_dict(self) -> dict[str, Any]:
+    def config_dict(self) -> Json:
         return {**self.config.to_dict(), "architectures": [MTP_ARCHITECTURE]}
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoConfig, PretrainedConfig
 
 from tltlab.errors import ConfigError, one_line
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 
 MIMO = "MiMoForCausalLM"
 """The architecture whose hidden states vLLM hands over before its final norm, as its MTP layer reads them."""
@@ -154,8 +154,8 @@ def hidden_states_of(model: Any, token_ids: Tensor, aux_layers: Sequence[int]) -
     base = model.base_model
     entering: dict[int, Tensor] = {}
 
-    def keep(layer: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
-        def hook(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def keep(layer: int) -> Callable[[Any, tuple[Any, ...], Json], None]:
+        def hook(_: Any, args: tuple[Any, ...], named: Json) -> None:
             entering[layer] = (args[0] if args else named["hidden_states"])[0]
 
         return hook

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from tltlab.config import counted
 from tltlab.console import marked_folder
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json, write_json
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.runtime.drafter.heads.head import DrafterHead, Eagle3Head
 from tltlab.runtime.drafter.heads.kinds import check_fit
 from tltlab.runtime.drafter.heads.layouts import load_head, verifier_of
@@ -84,7 +83,7 @@ class ExportCheck:
             )
         return ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return {
             "temperature": self.temperature,
             "accept_length": {"expected": self.expected_accept_length, "measured": self.measured_accept_length},
@@ -96,7 +95,7 @@ class ExportCheck:
 
 def export_drafter(
     source: ExportSource, out: str | Path, config: ExportConfig, progress: Callable[[str], None]
-) -> dict[str, Any]:
+) -> Json:
     """Write a head with its embedding and LM head to `out`, atomically, once stock vLLM accepts its drafts.
 
     Return the contents of `export.json`. InputError for wrong input; RunError, and no folder left, where stock vLLM
@@ -161,8 +160,8 @@ def find_source(
     ConfigError where one of them cannot be found.
     """
     path = Path(path)
-    paths: dict[str, Any] = {}
-    data: dict[str, Any] = {}
+    paths: Json = {}
+    data: Json = {}
     from_folders: Sequence[str] = ()
     if (path / "run.json").is_file():
         recipe = read_json(path / "run.json").get("recipe", {})

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from tltlab.config import counted
 from tltlab.console import marked_folder
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import write_json
+from tltlab.records import Json
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import check_fit, fit_inputs, new_head
 from tltlab.runtime.drafter.heads.layouts import load_head
@@ -45,7 +45,7 @@ FIT_TOKENS = 8192
 
 def train_drafter(
     model: str | Path, data: str | Path, out: str | Path, config: WarmUpConfig, progress: Callable[[str], None]
-) -> dict[str, Any]:
+) -> Json:
     """Train a drafter for the model in a folder on texts of `data`; write its checkpoint to `out` atomically.
 
     Return the contents of `training.json`: settings, data, and held-out acceptance and loss `before` and `after`. An
@@ -147,7 +147,7 @@ def _texts(
 @torch.no_grad()
 def _measured(
     head: DrafterHead, frozen: FrozenTarget, heldout: Sequence[PromptedText], states: TargetStates, config: WarmUpConfig
-) -> dict[str, Any]:
+) -> Json:
     """Return acceptance and mean loss of a row on held-out texts. RunError where that loss is not finite."""
     total, rows = 0.0, 0
 
@@ -166,10 +166,10 @@ def _measured(
     return {**asdict(acceptance), "loss": total / rows if rows else 0.0}
 
 
-def _reaches(measured: dict[str, Any], config: WarmUpConfig) -> bool:
+def _reaches(measured: Json, config: WarmUpConfig) -> bool:
     least = config.until_accept_length
     return least is not None and float(measured["accept_length"]) >= least
 
 
-def _length(measured: dict[str, Any]) -> float:
+def _length(measured: Json) -> float:
     return round(float(measured["accept_length"]), 3)

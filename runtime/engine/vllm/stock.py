@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from tltlab.errors import ConfigError, RunError, one_line
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 
 from . import on_cpu, starting, uncompiled
@@ -49,7 +49,7 @@ class PlainStock:
             name = f"{rl_step}.{number}"
             names[name] = request
             add_request(self.llm, name, request, sampling_params(request, {"temperature": temperature}))
-        rows: list[dict[str, Any]] = []
+        rows: list[Json] = []
         prefilling = True
         since = start
         with running(self.llm):
@@ -155,7 +155,7 @@ class StockEngine:
         return StockRun(token_ids=token_ids, num_drafts=drafts, accepted=accepted)
 
     def _counters(self) -> list[int]:
-        metrics: dict[str, Any] = {metric.name: metric for metric in self._llm.get_metrics()}
+        metrics: Json = {metric.name: metric for metric in self._llm.get_metrics()}
         accepted = metrics.get(_PER_POSITION)
         if accepted is None:
             return [0] * (1 + self.depth)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tltlab.errors import RunError
+from tltlab.records import Json
 from tltlab.runtime.engine.weights import Engines, MappedMemory, WeightBucket, WeightSource, WeightTransport
 
 from . import missing, starting
@@ -51,12 +52,12 @@ def local_weight_transfer() -> type:
     @dataclass
     class LocalInit(WeightTransferInitInfo):
         backend: str = ""
-        info: dict[str, Any] = field(default_factory=dict)
+        info: Json = field(default_factory=dict)
 
     @dataclass
     class LocalUpdate(WeightTransferUpdateInfo):
         bucket: Any = None
-        device: dict[str, Any] | None = None
+        device: Json | None = None
 
     class LocalWeightTransfer(WeightTransferEngine):
         init_info_cls = LocalInit

@@ -24,6 +24,7 @@ from bench.models import folder_or_temporary, made_model
 from tltlab.console import made_by
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json, write_json
+from tltlab.records import Json
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.models.make import Size
@@ -116,7 +117,7 @@ def _resampled(samples: Sequence[Sequence[float]], statistic: Any) -> Interval:
     return Interval(estimate=estimate, low=float(ends.low), high=float(ends.high))
 
 
-def learned(blocks: Sequence[SideRun], side: str, heldout: int) -> dict[str, Any] | None:
+def learned(blocks: Sequence[SideRun], side: str, heldout: int) -> Json | None:
     """How much more held-out reward `tltlab train` ends with than a side, over seeds that both ran; None without one.
 
     `equal`: whether the interval of `reward_difference` holds 0.
@@ -136,7 +137,7 @@ def learned(blocks: Sequence[SideRun], side: str, heldout: int) -> dict[str, Any
     }
 
 
-def summarise(blocks: Sequence[SideRun], lines: Mapping[str, int], *, heldout: int) -> dict[str, Any]:
+def summarise(blocks: Sequence[SideRun], lines: Mapping[str, int], *, heldout: int) -> Json:
     """Figures of every side, `lines` being those that a user writes for it, who learned more, and the goals.
 
     `mean_response_tokens` is of the steps that the seconds are of: longer responses take longer.
@@ -198,7 +199,7 @@ def bench_train(
     out: Path | None = None,
     seed: int = 0,
     progress: Progress,
-) -> dict[str, Any]:
+) -> Json:
     """Run every side in turn, block by block, and compare; block n has seed `seed` + n on all sides.
 
     `trl` is a folder of `pip install --target`, `model` one of `tltlab make-model`; None makes them in `out`.
@@ -374,7 +375,7 @@ def _setting(model: Path | None, sizes: TrainSizes, root: Path, policy: str, see
     )
 
 
-def _result(setting: GrpoJob, sizes: TrainSizes, blocks: Sequence[SideRun], trl: Path, start: float) -> dict[str, Any]:
+def _result(setting: GrpoJob, sizes: TrainSizes, blocks: Sequence[SideRun], trl: Path, start: float) -> Json:
     """All that was measured and what it comes to."""
     texts = {
         OURS: recipe_text(setting),

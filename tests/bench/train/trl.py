@@ -18,6 +18,7 @@ from transformers import TrainerCallback, trainer
 
 from bench.vllm.plain import keep_linear_weights
 from tltlab.files import write_json
+from tltlab.records import Json
 
 
 class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -26,7 +27,7 @@ class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def __init__(self, times: Path) -> None:
         self._times = times
         self._marks: list[float] = []
-        self._logs: list[dict[str, Any]] = []
+        self._logs: list[Json] = []
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._marks = [time.perf_counter()]
@@ -34,7 +35,7 @@ class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self._marks.append(time.perf_counter())
 
-    def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+    def on_log(self, *_: Any, logs: Json, **__: Any) -> None:
         """TRL tells an RL step's reward."""
         if "reward" in logs:
             self._logs.append(logs)

@@ -33,6 +33,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tltlab.drafters import grams
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.policy import Policy
+from tltlab.records import Json
 from tltlab.runtime.engine.tracker import Stopwatch
 from tltlab.runtime.engine.vllm.capture import Capture, RunnerCapture
 from tltlab.runtime.engine.vllm.options import vllm_options
@@ -72,9 +73,9 @@ class World:
     group: int
     response_tokens: int
     num_engines: int = 0
-    _configs: dict[str, Any] = field(default_factory=dict)
+    _configs: Json = field(default_factory=dict)
 
-    def config(self, speculative: dict[str, Any] | None) -> Any:
+    def config(self, speculative: Json | None) -> Any:
         """vLLM's configuration of an engine with this speculative configuration, or that speculates not."""
         name = repr(speculative)
         if name not in self._configs:
@@ -243,7 +244,7 @@ class PlayedEngine:
             Request(request_id=name, prompt_token_ids=list(prompt), sampling_params=params, pooling_params=None)
         )
 
-    def measure(self, iterations: int, *, drafting: bool) -> dict[str, Any] | None:
+    def measure(self, iterations: int, *, drafting: bool) -> Json | None:
         """The row of this case; None where it is to draft and hardly ever does."""
         for _ in range(_WARM_UP):
             self.iterate()
@@ -254,7 +255,7 @@ class PlayedEngine:
                 fed.drafter.catch_up()
         gc.collect()
         gc.freeze()
-        rows: list[dict[str, Any]] = []
+        rows: list[Json] = []
         try:
             for n in range(iterations + iterations // 2 * drafting):
                 # Machines get slower and faster: what indices take is measured in between.
@@ -287,7 +288,7 @@ class PlayedEngine:
             "accepted": float(np.mean([row["accepted"] for row in timed])),
         }
 
-    def iterate(self) -> dict[str, Any]:
+    def iterate(self) -> Json:
         """One iteration: what each part took, and whether it verified drafts and made new ones."""
         us: defaultdict[str, float] = defaultdict(float)
         scheduler = self.scheduler
@@ -380,11 +381,11 @@ class PlayedEngine:
         grams.propose, grams.add = loops
 
 
-def _own_us(row: dict[str, Any]) -> float:
+def _own_us(row: Json) -> float:
     return float(sum(us for part, us in row["us"].items() if part != _VLLM))
 
 
-def _beyond_us(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+def _beyond_us(rows: Sequence[Json]) -> dict[str, float]:
     """Time of tltlab in an iteration beyond its indices: the difference of medians by strategy, weighted by how often.
 
     With its standard error: either median is several times the difference.
