@@ -34,7 +34,7 @@ from tltlab.planning.composition import Admission, SharedBuffer, Workload
 from tltlab.planning.placement import Placement
 from tltlab.planning.planners import PLANNERS
 from tltlab.planning.rollout import RolloutPlanner, Shape
-from tltlab.records import Json
+from tltlab.records import Fields, Json
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.workload import Prefix
 from tltlab.traces.trace import Trace, file_of_run
@@ -215,7 +215,7 @@ class SimulationConfig:
         """Return the RL steps of the trace that the settings name; None where they name none."""
         return parse_rl_steps(self.rl_steps, trace.rl_steps) if isinstance(self.rl_steps, str) else self.rl_steps
 
-    def changed(self, settings: Mapping[str, Any], function: Callable[..., Any]) -> Self:
+    def changed(self, settings: Fields, function: Callable[..., Any]) -> Self:
         """With these fields in place of its own; ConfigError for a keyword that neither they nor `function` have."""
         names = [field.name for field in fields(self)]
         check_keywords(settings, names, function)

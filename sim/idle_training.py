@@ -78,7 +78,7 @@ class SimulatedSpotTrainer(IdleUse):
     99
     """
 
-    def __init__(self, model: SpotTraining, config: CoordinatorConfig = CoordinatorConfig()) -> None:
+    def __init__(self, model: SpotTraining, config: CoordinatorConfig = CoordinatorConfig()):
         self.model = model
         self.config = config
         self.drafter = DrafterState()

@@ -51,7 +51,7 @@ def place(
 class _Workload(Sequence[PlacedRequest]):
     """An RL step's requests as a placement sees them, made when it looks at the first: most count them only."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: Requests):
         self._requests = requests
 
     def __len__(self) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tltlab.console import table, verdict_text
+from tltlab.records import Fields
 from tltlab.sim.simulate import outside_text
 from tltlab.sim.study.reduce import DRAWS_ONLY, REGRET, drafters_text, granted_text, speed_up_cells
 from tltlab.sim.study.sample import sample_text
@@ -79,7 +80,7 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def comparison_text(found: Comparison, rows: Sequence[Mapping[str, Any]], *, sampled: bool) -> str:
+def comparison_text(found: Comparison, rows: Sequence[Fields], *, sampled: bool) -> str:
     """Return the comparison for people, what was assumed below it; `sampled` if it chose its RL steps itself."""
     kind, attrs = found.compared, found.attrs
     whole = any(row.get("step_s") is not None for row in rows)
@@ -112,7 +113,7 @@ def comparison_text(found: Comparison, rows: Sequence[Mapping[str, Any]], *, sam
     return "\n".join(lines)
 
 
-def _cells(row: Mapping[str, Any], kind: str, axes: Mapping[str, Any], *, whole: bool) -> dict[str, str]:
+def _cells(row: Fields, kind: str, axes: Fields, *, whole: bool) -> dict[str, str]:
     """Return the cells of a row by column."""
     marks = "*" * bool(row.get("stand_ins")) + "+" * bool(row.get("defaults"))
     times, draws = speed_up_cells(row)

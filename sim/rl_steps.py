@@ -327,7 +327,7 @@ class _Interval:
 class _Pipeline:
     """Generation and training of a run in virtual time: what each did when, in order."""
 
-    def __init__(self, times: Sequence[_StageTimes], max_staleness: int) -> None:
+    def __init__(self, times: Sequence[_StageTimes], max_staleness: int):
         self.times = times
         self.max_staleness = max_staleness
         self.rollouts: list[_Interval] = []

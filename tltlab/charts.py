@@ -16,6 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
+from tltlab.records import Fields
+
 from .files import check_writable, write_file
 
 # Ordered so that neighbours differ in luminance: they keep apart in grey and for colour-blind eyes.
@@ -122,7 +124,7 @@ def lines(
     return figure
 
 
-def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str) -> Figure:
+def shares(x: Any, parts: Fields, *, xlabel: str, title: str) -> Figure:
     """Stacked columns of percent, one per value of `x`: what a whole consists of over time.
 
     `parts` are shares between 0 and 1, one per value of x; a part that is 0 throughout takes a colour and is not
@@ -217,8 +219,8 @@ def waterfall(steps: Sequence[tuple[str, float]], *, measured: bool, title: str,
 
 
 def heat_maps(
-    tables: Mapping[str, Any], *, xlabel: str, ylabel: str, title: str,
-    texts: Mapping[str, Any] | None = None,
+    tables: Fields, *, xlabel: str, ylabel: str, title: str,
+    texts: Fields | None = None,
 ) -> Figure:  # fmt: skip
     """A panel for each DataFrame, one above the other: a cell per value, which is written into it, or its text.
 

@@ -71,7 +71,7 @@ class Built(FiniteModel):
 
     if TYPE_CHECKING:
 
-        def __init__(self, **settings: Any) -> None: ...
+        def __init__(self, **settings: Any): ...
 
     def __init_subclass__(cls, builds: type | None = None, init: bool = True, **config: Unpack[ConfigDict]) -> None:
         super().__init_subclass__(**config)

@@ -141,7 +141,7 @@ def _zip_member(file: IO[bytes]) -> IO[bytes]:
 class _Unpacked(io.RawIOBase):
     """Content of a packed file, unpacked as it is read; OSError where it is `MOST_TIMES` as long as the file."""
 
-    def __init__(self, file: IO[bytes], stream: Any) -> None:
+    def __init__(self, file: IO[bytes], stream: Any):
         self._stream, self._left = stream, MOST_TIMES * os.fstat(file.fileno()).st_size + UNPACKED_BYTES
 
     def readable(self) -> bool:
@@ -302,7 +302,7 @@ class Hashing:
     For what is written front to back: seeking would make it another file than the one hashed.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes]):
         self._file = file
         self._sum = hashlib.sha256()
         self.hexdigest = self._sum.hexdigest

@@ -117,7 +117,7 @@ ALLOW_CODE_OPTION: Any = option(
 class Without:
     """Fields of the settings that a command does not take, and options of others, which replace only what they set."""
 
-    def __init__(self, *names: str, **options: Option) -> None:
+    def __init__(self, *names: str, **options: Option):
         self.names, self.options = names, options
 
     def apply(self, options: Mapping[str, Option]) -> dict[str, Option]:

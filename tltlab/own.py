@@ -11,7 +11,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
+
+from tltlab.records import Fields
 
 from .config import FiniteModel, faults_in, json_or_text, shown
 from .errors import ConfigError, did_you_mean
@@ -117,7 +119,7 @@ class OwnPart(FiniteModel):
     base: ClassVar[type]
     part: ClassVar[str]
     contract: ClassVar[str]
-    contract_args: ClassVar[Mapping[str, Any]] = {}
+    contract_args: ClassVar[Fields] = {}
 
     kind: Literal["custom"] = "custom"
     path: str = Field(pattern=rf"^{_PATH}$")
@@ -279,7 +281,7 @@ def load_function(path: str, part: str, arguments: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def build_own(cls: type[Any], args: Mapping[str, Any], name: str, rng: object = None) -> Any:
+def build_own(cls: type[Any], args: Fields, name: str, rng: object = None) -> Any:
     """An object of a user's own class, with `rng` where it takes one; ConfigError for arguments that do not fit."""
     parameters = inspect.signature(cls).parameters
     arguments = dict(args) | ({"rng": rng} if "rng" in parameters else {})

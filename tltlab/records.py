@@ -1,11 +1,14 @@
 """Records: the frozen values that most of tltlab passes around, and what they are in files."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, dataclass_transform
 
 Json = dict[str, Any]
 """A JSON object: what is read from files, stored as state, or printed for `--json`."""
+Fields = Mapping[str, Any]
+"""Values by name, which are not changed: a JSON object that is read, settings, columns of a row."""
 
 _Class = TypeVar("_Class")
 

@@ -47,7 +47,7 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> tuple[Floats, Fla
 class ExactModel:
     """The checkpoint in `folder` in float32, as Hugging Face computes it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.eos = self.model.config.eos_token_id
 

@@ -24,7 +24,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, Lea
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import AcceptanceBudgetSpec, Policy, load_policy
 from tltlab.policies.specs import ExploreSpec, FixedSpec
-from tltlab.records import frozen
+from tltlab.records import Fields, frozen
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.engine.vllm import on_cpu
@@ -79,7 +79,7 @@ class EnginePlan:
     cases: list[tuple[AuditCase, Policy]]
     drafters: Mapping[str, DrafterSpec]
     max_depth: int = MAX_DEPTH
-    vllm_args: Mapping[str, Any] = field(default_factory=dict)
+    vllm_args: Fields = field(default_factory=dict)
 
 
 def run_audit(
@@ -87,7 +87,7 @@ def run_audit(
     fast: bool,
     drafters: Sequence[str],
     policy: str | None,
-    vllm_args: Mapping[str, Any],
+    vllm_args: Fields,
     num_samples: int,
     false_alarm_rate: float,
     seed: int,
@@ -146,9 +146,7 @@ def run_plan(plan: EnginePlan, auditor: Auditor) -> Iterator[dict[str, Any]]:
             yield unsampled_row(case, "failed", f"the engine failed: {error}")
 
 
-def default_plans(
-    drafters: Sequence[str], models: TinyModels, args: Mapping[str, Any], *, fast: bool
-) -> list[EnginePlan]:
+def default_plans(drafters: Sequence[str], models: TinyModels, args: Fields, *, fast: bool) -> list[EnginePlan]:
     """Return a plan for each engine that the default cases need."""
     unknown = [name for name in drafters if name not in DRAFTERS]
     if unknown:
@@ -169,7 +167,7 @@ def default_plans(
     return plans
 
 
-def policy_plan(source: str, models: TinyModels, args: Mapping[str, Any]) -> EnginePlan:
+def policy_plan(source: str, models: TinyModels, args: Fields) -> EnginePlan:
     """Return the plan of an engine under a policy, which chooses drafter and depth itself."""
     policy = load_policy(source)
     depth = max((strategy.draft_depth for strategy in policy.strategies), default=0) or MAX_DEPTH
@@ -177,7 +175,7 @@ def policy_plan(source: str, models: TinyModels, args: Mapping[str, Any]) -> Eng
     return EnginePlan(cases=pairs, drafters=tiny_drafters(policy, models), max_depth=depth, vllm_args=args)
 
 
-def audit_text(report: Mapping[str, Any]) -> str:
+def audit_text(report: Fields) -> str:
     """Return the report as a table."""
     rows = report["cases"]
     lines = [
@@ -227,7 +225,7 @@ class SampledAnswer:
     num_before: int | None = None
 
 
-def settings(vllm_args: Mapping[str, Any]) -> dict[str, Any]:
+def settings(vllm_args: Fields) -> dict[str, Any]:
     """Return vLLM arguments of a small engine in full precision, like the reference; `vllm_args` override."""
     memory = {"kv_cache_memory_bytes": 64 << 20} if on_cpu() else {"gpu_memory_utilization": 0.1}
     return {"dtype": "float32", "max_model_len": MAX_POSITIONS, "max_num_seqs": 128, **memory, **vllm_args}
@@ -360,9 +358,7 @@ class Auditor:
     `num_drafted` and `num_accepted` are the verified and accepted draft tokens of the case under way.
     """
 
-    def __init__(
-        self, engine: Engine, models: TinyModels, *, batch: int, num_samples: int, level: float, seed: int
-    ) -> None:
+    def __init__(self, engine: Engine, models: TinyModels, *, batch: int, num_samples: int, level: float, seed: int):
         self.engine, self.batch, self.num_samples, self.level = engine, batch, num_samples, level
         self._round = self.num_drafted = self.num_accepted = 0
         self.before, self.after = ExactModel(models.target), ExactModel(models.updated)

@@ -12,7 +12,7 @@ from tltlab.errors import ConfigError
 class DataOrder:
     """Takes prompts by number, epoch by epoch; each epoch is a seeded permutation of all `num_prompts`."""
 
-    def __init__(self, num_prompts: int, seed: int) -> None:
+    def __init__(self, num_prompts: int, seed: int):
         self.num_prompts = num_prompts
         self.seed = seed
         self._begin(0)

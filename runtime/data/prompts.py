@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from tltlab.config import leaves
 from tltlab.errors import ConfigError, TraceError, one_line
 from tltlab.importers.rows import rows_of
-from tltlab.records import frozen
+from tltlab.records import Fields, frozen
 from tltlab.runtime.recipe.sections import DataConfig
 
 # The loader for a file, by its first suffix; a second one may name the compression.
@@ -134,7 +134,7 @@ def _is_file(source: str) -> bool:
     return Path(source).is_file() and Path(source).suffix in (".jsonl", ".parquet")
 
 
-def _rows(source: str, config: DataConfig, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _rows(source: str, config: DataConfig, split: str) -> Iterator[tuple[str, Fields]]:
     """Yield each row with its place in the source."""
     path = Path(source)
     if path.suffix in (".jsonl", ".parquet") and not path.is_dir():
@@ -144,7 +144,7 @@ def _rows(source: str, config: DataConfig, split: str) -> Iterator[tuple[str, Ma
     yield from ((f"row {number}", row) for number, row in enumerate(rows))
 
 
-def rows_of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def rows_of_file(path: Path) -> Iterator[tuple[str, Fields]]:
     """Yield each row of a .jsonl or .parquet file with its place. ConfigError names the line that is no row."""
     if path.is_file() and not path.stat().st_size:
         return
@@ -154,7 +154,7 @@ def rows_of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise ConfigError(str(error)) from error
 
 
-def _dataset_rows(source: str, *, subset: str | None, split: str) -> Iterator[Mapping[str, Any]]:
+def _dataset_rows(source: str, *, subset: str | None, split: str) -> Iterator[Fields]:
     """Yield the rows of one split of a dataset: an id, a folder of `save_to_disk`, a folder of files, or a file.
 
     A file has no splits, nor has a folder written from a single one; elsewhere `split` may be a slice ("train[:100]").
@@ -195,7 +195,7 @@ def _dataset_rows(source: str, *, subset: str | None, split: str) -> Iterator[Ma
     yield from rows
 
 
-def _column(row: Mapping[str, Any], name: str, origin: str) -> Any:
+def _column(row: Fields, name: str, origin: str) -> Any:
     """Return the value of a column, or of a struct's field where the name is a dotted path; never None."""
     value: Any = row
     for part in [name] if name in row else name.split("."):
@@ -224,7 +224,7 @@ def _answer(value: Any, column: str, origin: str) -> str:
     return text
 
 
-def _messages(prompt: Any, config: DataConfig, origin: str) -> tuple[str, list[Mapping[str, Any]]]:
+def _messages(prompt: Any, config: DataConfig, origin: str) -> tuple[str, list[Fields]]:
     if isinstance(prompt, str):
         system = [] if config.system is None else [{"role": "system", "content": config.system}]
         return prompt, [*system, {"role": "user", "content": prompt}]

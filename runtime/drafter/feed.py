@@ -22,7 +22,7 @@ MAX_WAITING = 256
 class SequenceSender:
     """The engine's end; safe to use from several threads. Pickled, it is another end of the same address."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str):
         self.dropped = 0
         self._endpoint = endpoint
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
@@ -54,7 +54,7 @@ class SequenceReceiver:
     Messages are unpickled: the socket must be in a folder that is the user's alone.
     """
 
-    def __init__(self, endpoint: str, on_sequence: Callable[[TrainingSequence], None]) -> None:
+    def __init__(self, endpoint: str, on_sequence: Callable[[TrainingSequence], None]):
         self._on_sequence = on_sequence
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, MAX_WAITING)

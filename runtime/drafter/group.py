@@ -48,7 +48,7 @@ class RendezvousServer:
     each, end with it.
     """
 
-    def __init__(self, host: str = LOOPBACK) -> None:
+    def __init__(self, host: str = LOOPBACK):
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             listener.bind((host, 0))
@@ -109,7 +109,7 @@ class DrafterGroup:
     >>> group.sum(gradients)                                                                        # doctest: +SKIP
     """
 
-    def __init__(self, connection: Any, rank: int, world: int, timeout_s: float, *, on_host: bool) -> None:
+    def __init__(self, connection: Any, rank: int, world: int, timeout_s: float, *, on_host: bool):
         self.rank, self.world = rank, world
         self._connection, self._timeout_s, self._on_host = connection, timeout_s, on_host
 

@@ -50,7 +50,7 @@ from tltlab.coordination.schedule import Attempt, TrainingSchedule, tokens_per_d
 from tltlab.errors import ConfigError, one_line
 from tltlab.files import new_folder
 from tltlab.policies.policy import Policy
-from tltlab.records import frozen
+from tltlab.records import Fields, frozen
 from tltlab.runtime.engine.drafter_pool import DrafterPool, DrafterReport
 from tltlab.runtime.engine.graphs import parts_of
 from tltlab.runtime.ray.actors import error_of, get, runtime_env
@@ -147,7 +147,7 @@ class Drafting:
     def target_moved(self) -> None:
         """Note that the engines have the policy's new weights."""
 
-    def rewind(self, rl_step: int, state: Mapping[str, Any], folder: Path | None) -> None:
+    def rewind(self, rl_step: int, state: Fields, folder: Path | None) -> None:
         """Restore the drafter of `rl_step`: the run repeats it and later RL steps.
 
         `state` is the result of `state_dict` at that time, and `folder` the folder of its tensors. A run that is back
@@ -180,7 +180,7 @@ class Drafting:
         """
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
+    def load_state_dict(self, state: Fields, folder: Path) -> None:
         """Continue from the result of `state_dict`, before `start`. ConfigError where it is of another kind of run."""
         if state:
             raise ConfigError(f"{folder} is of a run that trains a drafter, and this recipe has no [drafter]")
@@ -196,7 +196,7 @@ class DrafterRun(Drafting):
     `schedule`. `drafts`: True if the policy that the run begins with ever drafts with it.
     """
 
-    def __init__(self, config: DrafterConfig, recipe: Recipe, out: Path, events: RunEvents) -> None:
+    def __init__(self, config: DrafterConfig, recipe: Recipe, out: Path, events: RunEvents):
         self.config, self.recipe, self.events = config, recipe, events
         self.out = Path(out).resolve()
         self.head: Path = self.out / "initial"
@@ -354,7 +354,7 @@ class DrafterRun(Drafting):
     def target_moved(self) -> None:
         self.training.set_target(self._frozen())
 
-    def rewind(self, rl_step: int, state: Mapping[str, Any], folder: Path | None) -> None:
+    def rewind(self, rl_step: int, state: Fields, folder: Path | None) -> None:
         self._stop_training()
         updates = self.served.updates
         self._restore(state, folder)
@@ -398,7 +398,7 @@ class DrafterRun(Drafting):
         parts = self.served.state_dict(folder) | self.watch.state_dict()
         return {"name": self.config.name, "schedule": self.schedule.state_dict(), **parts}
 
-    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
+    def load_state_dict(self, state: Fields, folder: Path) -> None:
         if state.get("name") != self.config.name:
             raise ConfigError(
                 f"{folder} is of a run with {state.get('name') or 'no'} drafter, and this recipe trains "
@@ -406,7 +406,7 @@ class DrafterRun(Drafting):
             )
         self._restore(state, folder)
 
-    def _restore(self, state: Mapping[str, Any], folder: Path | None) -> None:
+    def _restore(self, state: Fields, folder: Path | None) -> None:
         """Restore the result of `state_dict`; trainers started from now on use its data."""
         self.served = ServedDrafter.from_state_dict(state, folder)
         self.watch.load_state_dict(state)
@@ -470,7 +470,7 @@ class IdleWorkerTraining:
     time to kill one.
     """
 
-    def __init__(self, run: DrafterRun, machines: Machines, driver: str, addresses: Mapping[str, str]) -> None:
+    def __init__(self, run: DrafterRun, machines: Machines, driver: str, addresses: Mapping[str, str]):
         self.config, self.events = run.config, run.events
         self.target: Any = None
         self.served = run.served
@@ -700,7 +700,7 @@ class IdleWorkerTraining:
         if await period and self._processes.get(order.worker) is process:
             self._tell(TrainerFreed(worker=order.worker))
 
-    async def _live(self, worker: int, arguments: Mapping[str, Any], begun: Future[None]) -> None:
+    async def _live(self, worker: int, arguments: Fields, begun: Future[None]) -> None:
         """Start a trainer with `arguments`, and again when it has failed, with them until it has started.
 
         `begun` completes when the first one has started, or its process has ended; with the error of one that raised.
@@ -858,7 +858,7 @@ class ServedDrafter:
         }
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], folder: Path | None) -> ServedDrafter:
+    def from_state_dict(cls, state: Fields, folder: Path | None) -> ServedDrafter:
         """Restore the drafter of `state`. ConfigError where its files are missing or damaged."""
         numbers = {name: state[name] for name in ("updates", "swaps", "published", "predicted")}
         if not state["in_service"]:
@@ -874,7 +874,7 @@ class ServedDrafter:
 class CanaryWatch:
     """The canaries of a run's engines for the drafter `name`: each verdict reported once, and its acceptance."""
 
-    def __init__(self, name: str, events: RunEvents) -> None:
+    def __init__(self, name: str, events: RunEvents):
         self.name, self.events = name, events
         self.accept_length: float | None = None
         """Tokens per draft in the last rollout, the bonus token included, and the number of its drafts."""
@@ -912,7 +912,7 @@ class CanaryWatch:
             "verdicts": {str(worker): [asdict(v) for v in verdicts] for worker, verdicts in self._verdicts.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Fields) -> None:
         """Continue from the result of `state_dict`, after JSON, with no rollout ended yet."""
         self._counts = {int(worker): (n[0], n[1], n[2]) for worker, n in state["seen"].items()}
         self._verdicts = {int(worker): tuple(map(Verdict.from_row, rows)) for worker, rows in state["verdicts"].items()}

@@ -144,7 +144,7 @@ class HeadTraining:
         device: torch.device | str = "cpu",
         *,
         temperature: float = 1.0,
-    ) -> None:
+    ):
         self.device = torch.device(device)
         self._cuda = self.device.type == "cuda"
         self.temperature = temperature
@@ -402,7 +402,7 @@ def _first(sequences: Sequence[TrainingSequence], most_rows: int) -> Sequence[Tr
 class _Message:
     """The sums that members exchange, in one flat tensor of float32: gradients, then a few scalars. Parts are views."""
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], device: torch.device) -> None:
+    def __init__(self, params: Sequence[torch.nn.Parameter], device: torch.device):
         size = sum(value.numel() for value in params)
         self.flat = torch.zeros(size + 4, device=device)
         self.gradient, single = self.flat[:size], self.flat[size:]

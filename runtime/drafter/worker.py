@@ -10,13 +10,12 @@ import shutil
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import numpy as np
 import ray
@@ -28,7 +27,7 @@ from torch import Tensor
 from tltlab.coordination.machine import StopTraining, Train
 from tltlab.errors import ConfigError, RunError, one_line
 from tltlab.files import new_file
-from tltlab.records import Json, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.runtime.recipe.drafter import BufferConfig, DrafterConfig
 from tltlab.runtime.run.memory import ProcessMemory, tensor_bytes
 from tltlab.traces.schema import key_columns
@@ -104,7 +103,7 @@ class SpotTrainer:
     one takes orders meanwhile, such as that to stop, and the rest answer other calls.
     """
 
-    def __init__(self, place: TrainerPlacement, config: DrafterConfig) -> None:
+    def __init__(self, place: TrainerPlacement, config: DrafterConfig):
         # Engines that still generate have priority.
         os.nice(config.nice)
         torch.set_num_threads(config.threads)
@@ -507,7 +506,7 @@ class DataBuffer:
     response follows two states) or its RL step is too old.
     """
 
-    def __init__(self, config: BufferConfig) -> None:
+    def __init__(self, config: BufferConfig):
         self.config = config
         self.nbytes = 0
         """Bytes held, at most `max_bytes`."""
@@ -605,7 +604,7 @@ def data_path(folder: Path, worker: int) -> Path:
     return folder / f"data-{worker}.pt"
 
 
-def write_data(path: Path, sequences: Sequence[TrainingSequence], random_state: Mapping[str, Any]) -> None:
+def write_data(path: Path, sequences: Sequence[TrainingSequence], random_state: Fields) -> None:
     """Write a trainer's sequences and its generator's state atomically. RunError where the disk fails."""
     rows = [{field.name: getattr(sequence, field.name) for field in fields(sequence)} for sequence in sequences]
     try:
@@ -616,7 +615,7 @@ def write_data(path: Path, sequences: Sequence[TrainingSequence], random_state: 
         raise RunError(f"cannot write training data to {path}, is the disk full? ({cause})") from error
 
 
-def read_data(path: Path) -> tuple[list[TrainingSequence], Mapping[str, Any]]:
+def read_data(path: Path) -> tuple[list[TrainingSequence], Fields]:
     """Read the result of `write_data`. ConfigError where the file is damaged."""
     try:
         rows, random_state = torch.load(path, weights_only=True)
@@ -639,7 +638,7 @@ class DrafterCheckpoint:
     0.0048
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path):
         self.path = Path(folder) / "state.safetensors"
         self.failures: list[str] = []
         self._staged: dict[str, Tensor] = {}

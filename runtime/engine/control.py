@@ -61,7 +61,7 @@ class Control:
         worker: int = 0,
         overlapped: bool = False,
         clock: Clock = time.perf_counter,
-    ) -> None:
+    ):
         self.drafters = drafters
         self.overlapped = overlapped
         self.driver = PolicyDriver(worker=worker)

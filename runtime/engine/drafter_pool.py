@@ -108,9 +108,7 @@ class DrafterPool(Mapping[str, DrafterState]):
     `on_host` drafts come only from an engine's workers. ConfigError for drafters that cannot run together.
     """
 
-    def __init__(
-        self, drafters: Mapping[str, DrafterSpec | Drafter] | None, max_depth: int, *, on_host: bool = True
-    ) -> None:
+    def __init__(self, drafters: Mapping[str, DrafterSpec | Drafter] | None, max_depth: int, *, on_host: bool = True):
         self.max_depth = max_depth
         self.on_host = on_host
         self._rl_step = -1

@@ -21,6 +21,7 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import FixedSpec
 from tltlab.policies.wrappers import REPLAYED
+from tltlab.records import Fields
 from tltlab.runtime.engine.vllm import llm as adapter
 from tltlab.runtime.engine.vllm import replaced
 from tltlab.runtime.engine.vllm.capture import Captured, Sink
@@ -74,8 +75,8 @@ class Engine:
         max_draft_depth: int = 8,
         seed: int = 0,
         graphs: GraphPlan | None = None,
-        vllm_args: Mapping[str, Any] | None = None,
-    ) -> None:
+        vllm_args: Fields | None = None,
+    ):
         self.worker = worker
         self.seed = seed
         self.max_draft_depth = max_draft_depth
@@ -306,7 +307,7 @@ class Engine:
         """Derive everything random in the engine's processes, this one included, from `seed`, ints of at least 0."""
         adapter.reseed(self.llm, [int(part) for part in seed])
 
-    def replay(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def replay(self, rows: Sequence[Fields]) -> None:
         """Repeat the choices of `rows`, this worker's `decisions` of a trace, then choose by the policy.
 
         Tokens are the same where policy, seeds, requests, weights, and the state of drafters and budget are the same.
@@ -431,7 +432,7 @@ class _Asked:
 class UnderWay:
     """The requests of a rollout by name, and the keys of those that have `ended`, in that order."""
 
-    def __init__(self, engine: Engine, rl_step: int, defaults: Mapping[str, float]) -> None:
+    def __init__(self, engine: Engine, rl_step: int, defaults: Mapping[str, float]):
         self.asked: dict[str, _Asked] = {}
         self.ended: list[Key] = []
         self._engine, self._rl_step, self._defaults = engine, rl_step, defaults

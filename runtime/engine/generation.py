@@ -119,9 +119,7 @@ class Rollout:
 class EngineDied(RunError):
     """The engine failed during a rollout: `responses` are complete, `lost` are the keys of the others."""
 
-    def __init__(
-        self, message: str, responses: list[GenerationResponse] | None = None, lost: list[Key] | None = None
-    ) -> None:
+    def __init__(self, message: str, responses: list[GenerationResponse] | None = None, lost: list[Key] | None = None):
         super().__init__(message, responses, lost)
         self.responses = responses or []
         self.lost = lost or []

@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import BatchTable
-from tltlab.records import Json, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 GIB = 2**30
@@ -248,7 +248,7 @@ class GraphPlan:
                 f"falls back to full graphs for K = {self.deepest} alone"
             )
 
-    def engine_settings(self, speculative: Mapping[str, Any] | None) -> Json:
+    def engine_settings(self, speculative: Fields | None) -> Json:
         """Arguments of `vllm.LLM` for tltlab's engine that drafts by `speculative`, itself one of them.
 
         The largest size is left to vLLM, which drops sizes that one iteration may not schedule.

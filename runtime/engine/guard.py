@@ -24,7 +24,7 @@ class Guard:
     the guarded code, and no call is made any more; `failure` has the line's first two parts, "" before.
     """
 
-    def __init__(self, begins: str, continues: str, then: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, begins: str, continues: str, then: Callable[[], object] = lambda: None):
         self.failure = ""
         self._begins, self._continues, self._then = begins, continues, then
         self._lock = Lock()

@@ -6,7 +6,7 @@ machine's speed appears in the spread instead of biasing the table.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -20,7 +20,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.policies.simple import Fixed
 from tltlab.policies.specs import ExploreSpec
-from tltlab.records import frozen
+from tltlab.records import Fields, frozen
 from tltlab.runtime.drafter.heads.target import read_config
 from tltlab.strategy import Strategy
 
@@ -121,7 +121,7 @@ class Profile:
 
 
 def start_engine(
-    model: str, grid: ProfileGrid, drafter: tuple[str, LearnedSpec] | None, vllm_args: Mapping[str, Any], seed: int = 0
+    model: str, grid: ProfileGrid, drafter: tuple[str, LearnedSpec] | None, vllm_args: Fields, seed: int = 0
 ) -> Engine:
     """Start an engine for the grid; `drafter` is a learned one and its name, by default drafts are forced, as "ngram".
 
@@ -182,9 +182,7 @@ def engine_settings(engine: Engine) -> dict[str, Any]:
 
 
 class _Profiler:
-    def __init__(
-        self, engine: Engine, grid: ProfileGrid, rng: np.random.Generator, report: Callable[[str], None]
-    ) -> None:
+    def __init__(self, engine: Engine, grid: ProfileGrid, rng: np.random.Generator, report: Callable[[str], None]):
         self.engine, self.grid, self.rng, self.report = engine, grid, rng, report
         self.settings = engine_settings(engine)
         (self.drafter,) = engine.drafters
@@ -200,7 +198,7 @@ class _Profiler:
         if not any(not cell.prefill for cell in cells):
             raise ConfigError(f"no cell of the grid fits this engine; the first: {next(iter(reasons.values()))}")
         self.engine.warm_up(TEMPERATURE)
-        timed: dict[Load, list[list[Mapping[str, Any]]]] = {cell: [] for cell in cells}
+        timed: dict[Load, list[list[Fields]]] = {cell: [] for cell in cells}
         for visit in range(VISITS):
             for number, at in enumerate(self.rng.permutation(len(cells))):
                 timed[cells[at]].append(self._visit(cells[at]))
@@ -244,7 +242,7 @@ class _Profiler:
                 return f"{place}: {needed} {unit}, {name} is {self.settings[name]}"
         return None
 
-    def _visit(self, cell: Load) -> list[Mapping[str, Any]]:
+    def _visit(self, cell: Load) -> list[Fields]:
         """Return the rows of one visit's iterations that match the cell exactly."""
         self.engine.set_policy(Fixed(Strategy.chain(self.drafter, cell.depth)))
         if cell.prefill:
@@ -270,7 +268,7 @@ class _Profiler:
         ]
         return self.engine.generate(requests, rl_step=step, temperature=TEMPERATURE, until=until)
 
-    def _row(self, cell: Load, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _row(self, cell: Load, rows: Sequence[Fields]) -> dict[str, Any]:
         seconds = np.array([row["duration"] for row in rows])
         return {
             "batch": cell.batch,

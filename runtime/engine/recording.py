@@ -80,7 +80,7 @@ class Grouping:
     GAP_S: ClassVar[float] = 1.0
     GAP_SHARE: ClassVar[float] = 0.1
 
-    def __init__(self, clock: Clock, rule: RlStepEnd | None) -> None:
+    def __init__(self, clock: Clock, rule: RlStepEnd | None):
         self.version = 0
         self._given = rule
         self._is_offline = self._is_called = False
@@ -137,7 +137,7 @@ class Grouping:
 class Newest(dict[_Key, _Value]):
     """The `most` newest entries."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int):
         self._most = most
 
     def put(self, key: _Key, value: _Value) -> tuple[_Key, _Value] | None:
@@ -183,7 +183,7 @@ class LiveRecording(Observer):
         hardware: str,
         engine: str,
         rl_step_ends: RlStepEnd | None = None,
-    ) -> None:
+    ):
         self.control = control
         self.guard = Guard(
             f"the recording {path} ends here, and the engine continues:",

@@ -61,7 +61,7 @@ class LiveRequest:
 class BatchRequests(Sequence[LiveRequest]):
     """The requests of an iteration, looked up when a policy first reads one: most policies never do."""
 
-    def __init__(self, ids: Sequence[str], live: Mapping[str, LiveRequest]) -> None:
+    def __init__(self, ids: Sequence[str], live: Mapping[str, LiveRequest]):
         self._ids, self._live = ids, live
 
     @cached_property

@@ -10,7 +10,7 @@ class StopStrings:
     Responses have up to `most` tokens: a request for fewer continues one, whose tokens so far end its prompt.
     """
 
-    def __init__(self, strings: Sequence[str], tokenizer: Any, most: int) -> None:
+    def __init__(self, strings: Sequence[str], tokenizer: Any, most: int):
         self._strings, self._tokenizer, self._most = tuple(strings), tokenizer, most
         # A token has one byte at least.
         self._window = max(len(text.encode()) for text in strings) + 1

@@ -123,7 +123,7 @@ class Stopwatch:
 
     __slots__ = ("_clock", "_entered", "seconds")
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock):
         self.seconds = 0.0
         self._clock = clock
 
@@ -160,7 +160,7 @@ class IterationTracker:
         worker: int = 0,
         overlapped: bool = False,
         clock: Clock = time.perf_counter,
-    ) -> None:
+    ):
         self.worker = worker
         self.overlapped = overlapped
         self.clock = clock

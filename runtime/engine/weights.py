@@ -84,7 +84,7 @@ class BucketSlots:
     `full_at` bytes.
     """
 
-    def __init__(self, size: int, num: int = 2, *, full_at: int = 0) -> None:
+    def __init__(self, size: int, num: int = 2, *, full_at: int = 0):
         self.size, self.num = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, num
         self.full_at = full_at or size
         self.token = secrets.token_hex(8)
@@ -204,7 +204,7 @@ class Engines:
 
     def __init__(
         self, workers: Sequence[Any], version: int, *, transport: WeightTransport = "host", gpus_each: int = 1
-    ) -> None:
+    ):
         self.workers = dict(enumerate(workers))
         self.version = version
         self.transport = transport

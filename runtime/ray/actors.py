@@ -108,7 +108,7 @@ class Waiting:
 class _Loop(Generic[Done]):
     """One coroutine in its event loop, which ends early once `end` is called, from any thread."""
 
-    def __init__(self, work: Coroutine[Any, Any, Done]) -> None:
+    def __init__(self, work: Coroutine[Any, Any, Done]):
         self._work = work
         self._results: list[Done] = []
         self._raised: list[BaseException] = []

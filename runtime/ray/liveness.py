@@ -46,9 +46,7 @@ class StoppedProcesses(_Watch):
     Processes that are only traced, as by a debugger, are left alone.
     """
 
-    def __init__(
-        self, watched: Callable[[], Mapping[str, int]], notify: Callable[[str], None], patience_s: float
-    ) -> None:
+    def __init__(self, watched: Callable[[], Mapping[str, int]], notify: Callable[[str], None], patience_s: float):
         super().__init__()
         self._watched, self._notify, self._patience_s = watched, notify, patience_s
         self._since: dict[tuple[str, int], float] = {}
@@ -75,7 +73,7 @@ class EndedServers(_Watch):
     "" for none. Nothing is watched where the kernel has no pidfd.
     """
 
-    def __init__(self, servers: Mapping[str, int]) -> None:
+    def __init__(self, servers: Mapping[str, int]):
         super().__init__()
         self.ended = ""
         self._servers = servers

@@ -41,7 +41,7 @@ class Prefork:
     to import are left to the forks. A fork costs some 20 ms and the memory that it writes to.
     """
 
-    def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str]):
         self._folder = tempfile.mkdtemp(prefix="tltlab-fork-")
         address = str(Path(self._folder) / "socket")
         self.command = f"{sys.executable} -I -S {Path(__file__).resolve()} {address}"

@@ -6,7 +6,7 @@ Memory is one table of parts, each with its phases and its formula. A run report
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from tltlab.drafters.suffix import TREE_BYTES_PER_TOKEN
 from tltlab.errors import ConfigError
 from tltlab.hardware import Gpu, ModelShape, per_gpu_heads
 from tltlab.hardware import gpu as gpu_by_name
-from tltlab.records import frozen
+from tltlab.records import Fields, frozen
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import plan_graphs
 
@@ -86,7 +86,7 @@ class MemoryPlan:
     `at_once` responses of full length fit into an engine's KV cache.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device):
         self.device = device
         self.at_once = 0
         self._rows: list[tuple[MemoryPart, Device, tuple[Phase, ...]]] = []
@@ -116,7 +116,7 @@ class MemorySizes:
     ConfigError where its GPUs do not add up, or the model's shape or the GPU is unknown.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe):
         rollout, drafter = recipe.rollout, recipe.drafter
         self.recipe, self.shape, self.bundles = recipe, shape_of(recipe.model), bundles_of(recipe)
         self.transport, shape = weight_transport(recipe), self.shape
@@ -553,7 +553,7 @@ def _memory_tables(memory: Sequence[Memory], gpu_bytes: float | None) -> Iterato
         yield table((place, "", *(entry.phase for entry in phases), ""), rows, left=2, words=True, indent=2)
 
 
-def _short(bundles: Bundles, memory: Sequence[Memory], gpu: Gpu, vllm: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+def _short(bundles: Bundles, memory: Sequence[Memory], gpu: Gpu, vllm: Fields) -> Iterator[tuple[str, bool]]:
     """Yield each place and phase without a margin, and whether it lacks room: actors share a GPU, or a share of it."""
     share_of = {
         "a rollout worker's GPU": min(bundles.workers[0] or 1, 1.0),

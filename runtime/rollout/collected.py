@@ -17,7 +17,7 @@ import safetensors.numpy
 
 from tltlab.config import counted
 from tltlab.drafters.base import Key
-from tltlab.records import frozen
+from tltlab.records import Fields, frozen
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
@@ -146,7 +146,7 @@ class Collected:
 class Rounds:
     """The generation rounds of one RL step: `generate` runs one more, `parts` are all of them by worker."""
 
-    def __init__(self, tools: RolloutTools) -> None:
+    def __init__(self, tools: RolloutTools):
         self.requests: Shares = []
         self.parts: list[Rollout] = []
         self.notes: list[str] = []
@@ -181,7 +181,7 @@ class Rollouts(ABC):
 
     carries = ""
 
-    def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder) -> None:
+    def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder):
         self.recipe = recipe
         self.prompts = prompts
         self.order = order
@@ -200,7 +200,7 @@ class Rollouts(ABC):
         """Return the state that later RL steps depend on, as JSON types; arrays go to files in `folder`."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
+    def load_state_dict(self, state: Fields, folder: Path) -> None:
         """Restore the result of `state_dict`; the next RL step notes dropped state of another way to roll out.
 
         ConfigError where the run cannot continue with it.
@@ -212,7 +212,7 @@ class Rollouts(ABC):
         ]
         self._load(state, folder)
 
-    def _load(self, state: Mapping[str, Any], folder: Path) -> None:  # noqa: B027
+    def _load(self, state: Fields, folder: Path) -> None:  # noqa: B027
         """Restore the state, without the key `carries` where it is of another way to roll out."""
 
     def _blank(self, number: int, epoch: int, num: int | None = None) -> list[Trajectory]:

@@ -110,7 +110,7 @@ class EnvironmentPool(UserProcesses):
     start with the first call.
     """
 
-    def __init__(self, config: EnvironmentConfig, code: Sequence[str]) -> None:
+    def __init__(self, config: EnvironmentConfig, code: Sequence[str]):
         super().__init__(config.processes, "rollout.environment.processes", load_environment, config.path, tuple(code))
         self._config = config
         self._local = None if config.processes else load_environment(config.path, code)
@@ -169,7 +169,7 @@ class Conversations:
 
     def __init__(
         self, pool: EnvironmentPool, config: EnvironmentConfig, tokenizer: Any, stops: Sequence[int], room: int
-    ) -> None:
+    ):
         self._pool, self._config, self._tokenizer = pool, config, tokenizer
         self.cut: set[Key] = set()
         self._stops, self._room = frozenset(stops), room

@@ -7,17 +7,16 @@ RollPacker, arXiv 2509.21009), or in parallel with training, with bounded stalen
 import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tltlab.config import counted
 from tltlab.errors import ConfigError
-from tltlab.records import Json, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest
@@ -124,7 +123,7 @@ class TrainedLengths:
         lengths = {"trained": list(self._trained.items()), "dropped": list(self._dropped.items())}
         return {**lengths, "num_dropped": self.num_dropped, "wasted_tokens": self.wasted_tokens}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Fields) -> None:
         self._trained, self._dropped = (Counter(dict(map(tuple, state[name]))) for name in ("trained", "dropped"))
         self.num_dropped = state["num_dropped"]
         self.wasted_tokens = state.get("wasted_tokens", 0)  # earlier versions wrote none
@@ -152,7 +151,7 @@ class PartialRollouts(Rollouts):
 
     carries = "pending"
 
-    def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder, config: PartialConfig) -> None:
+    def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder, config: PartialConfig):
         super().__init__(recipe, prompts, order)
         self.config = config
         self._pending: list[PartialGroup] = []
@@ -283,7 +282,7 @@ class PartialRollouts(Rollouts):
             ],
         }
 
-    def _load(self, state: Mapping[str, Any], folder: Path) -> None:
+    def _load(self, state: Fields, folder: Path) -> None:
         """Raise ConfigError where the data has changed, or the cap is below a response that is to continue."""
         self._pending, self._lengths = [], TrainedLengths()
         if "pending" not in state:
@@ -339,7 +338,7 @@ class AsynchronousRollouts(PartialRollouts):
     where it has room; new weights come between two iterations and cut nothing.
     """
 
-    def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder, staleness: int) -> None:
+    def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder, staleness: int):
         drops = recipe.rollout.stale == "drop"
         config = PartialConfig(concurrency=1, max_age=staleness if drops else None)
         super().__init__(recipe, prompts, order, config)

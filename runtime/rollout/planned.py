@@ -109,7 +109,7 @@ class PlannedRollout:
     call begin again, there, from what they had when they came.
     """
 
-    def __init__(self, pool: Any, shares: Shares, rl_step: int, seeds: Sequence[list[int]]) -> None:
+    def __init__(self, pool: Any, shares: Shares, rl_step: int, seeds: Sequence[list[int]]):
         self._pool, self._rl_step, self._seeds = pool, rl_step, seeds
         self._requests = {request.key: request for share in shares for request in share}
         # In order of admission.

@@ -104,7 +104,7 @@ class RunHistory:
     with scope "global" the oldest visits are dropped.
     """
 
-    def __init__(self, specs: Mapping[str, DrafterSpec]) -> None:
+    def __init__(self, specs: Mapping[str, DrafterSpec]):
         self._drafters = DrafterPool(specs, 0)
         self._visits: dict[str, list[_Visit]] = {}
         self._next = 0
@@ -271,7 +271,7 @@ class WorkerPool:
         *,
         events: RunEvents,
         on_restart: Callable[[int], None],
-    ) -> None:
+    ):
         self.costs, self._gpus = costs_of_shapes(recipe), engine_gpus(recipe)
         self.base, *tail = recipe.rollout.shapes
         num_workers = len(self._gpus)

@@ -2,17 +2,16 @@
 
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import AutoConfig, GenerationConfig
 
 from tltlab.config import counted
 from tltlab.errors import ConfigError
-from tltlab.records import Json, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.heads.target import read_config
@@ -105,7 +104,7 @@ class ReusingRollouts(Rollouts):
 
     carries = "earlier"
 
-    def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder, config: ReuseConfig) -> None:
+    def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder, config: ReuseConfig):
         super().__init__(recipe, prompts, order)
         self.config = config
         self.exact = config.residual == "exact"
@@ -234,7 +233,7 @@ class ReusingRollouts(Rollouts):
         save_ragged(folder / EARLIER_FILE, **columns)
         return {"earlier": [[*name, earlier.truncated] for name, earlier in self._earlier.items()]}
 
-    def _load(self, state: Mapping[str, Any], folder: Path) -> None:
+    def _load(self, state: Fields, folder: Path) -> None:
         """Raise ConfigError for a state without the distributions of "exact", or with responses beyond the cap."""
         self._earlier = {}
         if "earlier" not in state:

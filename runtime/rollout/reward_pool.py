@@ -74,7 +74,7 @@ class UserProcesses:
     They begin with `make(*args)`, when they are first needed.
     """
 
-    def __init__(self, processes: int, setting: str, make: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, processes: int, setting: str, make: Callable[..., Any], *args: Any):
         self._processes, self._setting, self._make, self._args = processes, setting, make, args
         self._pool: ProcessPool | None = None
         self._starts = 0  # since the last result
@@ -137,7 +137,7 @@ class RewardPool(UserProcesses):
     ends the process, each term is computed by itself, so that the others keep their values.
     """
 
-    def __init__(self, recipe: Recipe, tokenizer: Any = None) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: Any = None):
         self._terms, self._code, self._config = recipe.reward_terms, recipe.code, recipe.reward_pool
         paths = [term.path for term in self._terms]
         self._rewards = load_rewards(paths, self._code)

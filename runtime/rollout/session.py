@@ -43,7 +43,7 @@ def visits(policies: Sequence[str], rounds: int, seed: int) -> list[Visit]:
 class SessionRecorder(Recorder):
     """Recorder of a session in the folder `out`."""
 
-    def __init__(self, out: Path, manifest: Manifest, policies: Mapping[str, Policy], seed: int) -> None:
+    def __init__(self, out: Path, manifest: Manifest, policies: Mapping[str, Policy], seed: int):
         super().__init__(out / "trace", manifest)
         self._file, self._policies, self._seed = out / "policies.json", policies, seed
         self._in_force: list[dict[str, Any]] = []

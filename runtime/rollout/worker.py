@@ -55,7 +55,7 @@ _LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)
 class WorkerLost(RunError):
     """A worker's process or engine failed, with the reason and the last lines of the process's log."""
 
-    def __init__(self, why: str, log_tail: str = "") -> None:
+    def __init__(self, why: str, log_tail: str = ""):
         super().__init__(f"{why}; last lines of its log: {log_tail}" if log_tail else why)
         self.why = why
 
@@ -63,7 +63,7 @@ class WorkerLost(RunError):
 class EngineWorker:
     """One engine in its own process."""
 
-    def __init__(self, recipe: Recipe, number: int, build: EngineBuild, feed: str | None) -> None:
+    def __init__(self, recipe: Recipe, number: int, build: EngineBuild, feed: str | None):
         # A policy's class is built here.
         sys.path += [folder for folder in recipe.code if folder not in sys.path]
         self.recipe = recipe
@@ -421,7 +421,7 @@ class FreeRolloutWorker(EngineWorker):
 class DeferredCalls:
     """Calls of another thread that wait for a moment in which this thread can serve them."""
 
-    def __init__(self, busy: bool = False) -> None:
+    def __init__(self, busy: bool = False):
         self._lock, self._busy = Lock(), busy
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
 
@@ -465,7 +465,7 @@ class DeferredCalls:
 class QueuedRequests(FollowUps):
     """The requests of a rollout, some of which wait for weights of later versions (`FollowUps`)."""
 
-    def __init__(self, requests: Sequence[GenerationRequest], version: Callable[[], int]) -> None:
+    def __init__(self, requests: Sequence[GenerationRequest], version: Callable[[], int]):
         self._requests, self._version = requests, version
         self._waiting = list(requests)
         self._began: dict[Key, int] = {}

@@ -31,7 +31,7 @@ class RunCheckpoints:
     A killed writer leaves earlier checkpoints intact. One process saves at a time.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int):
         self.folder = Path(folder)
         self.keep = keep
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from tltlab.config import counted
 from tltlab.errors import ConfigError
-from tltlab.records import Json, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt, read_prompts
 from tltlab.runtime.recipe.engines import config_of, engine_context
@@ -41,7 +40,7 @@ class RolloutsAhead:
 
     ending = False
 
-    def __init__(self, recipe: Recipe, collect: Callable[[int], RolledOut]) -> None:
+    def __init__(self, recipe: Recipe, collect: Callable[[int], RolledOut]):
         self._recipe, self._collect = recipe, collect
         self._ahead: dict[int, Future[RolledOut]] = {}
 
@@ -96,7 +95,7 @@ class RunData:
     ConfigError for a prompt that cannot be read or leaves an engine no room to respond, and for a foreign tokenizer.
     """
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase):
         self.recipe, self.notes = recipe, list[str]()
         vocabulary, rows = len(tokenizer), config_of(recipe.model).get("vocab_size")
         if isinstance(rows, int) and vocabulary > rows:
@@ -138,7 +137,7 @@ class RunData:
         folder.mkdir()
         return {"order": self.order.state_dict(), "rollouts": self.rollouts.state_dict(folder)}
 
-    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
+    def load_state_dict(self, state: Fields, folder: Path) -> None:
         """Continue from the result of `state_dict`."""
         self.begin()
         self.order.load_state_dict(state["order"])

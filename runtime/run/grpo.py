@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -24,6 +24,7 @@ from tltlab.errors import ConfigError, RunError, TltlabError, refuse
 from tltlab.files import lock, make_folder, new_folder, read_json, sealed, write_json
 from tltlab.planning.beliefs import LengthBelief
 from tltlab.policies.policy import Policy, PolicySource, load_policy
+from tltlab.records import Fields
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import Drafting, drafter_of
@@ -73,7 +74,7 @@ class RunActors:
     both have their own devices.
     """
 
-    def __init__(self, recipe: Recipe, policy: Policy, drafting: Drafting, events: RunEvents) -> None:
+    def __init__(self, recipe: Recipe, policy: Policy, drafting: Drafting, events: RunEvents):
         self.recipe = recipe
         self._policy, self._drafting, self._events = policy, drafting, events
         self._colocated = recipe.cluster.placement == "colocated"
@@ -302,7 +303,7 @@ class GrpoRun:
         replay: Path | None = None,
         allow_other_data: bool = False,
         actors: type[RunActors] = RunActors,
-    ) -> None:
+    ):
         if replay is not None:
             refuse(exact_replay(recipe))
         self.out = Path(out)
@@ -433,7 +434,7 @@ class GrpoRun:
         elif self._replay is not None:
             self.pool.replay(self._replay)
 
-    def _choose_as(self, policies: Sequence[Mapping[str, Any]]) -> None:
+    def _choose_as(self, policies: Sequence[Fields]) -> None:
         """Restore the policy that `policies` had from this RL step on; it may have been set after the checkpoint."""
         for entry in policies:
             if entry["rl_step"] == self.rl_step and entry not in self.state.policies:
@@ -702,7 +703,7 @@ class GrpoRun:
             except TrainerDied as again:
                 error = again
 
-    def _restore(self, folder: Path | None) -> Mapping[str, Any]:
+    def _restore(self, folder: Path | None) -> Fields:
         """Restore everything but the drafter from a checkpoint, or the start; return the drafter's state."""
         pool = self.pool
         pool.lengths, pool.belief = {}, LengthBelief()
@@ -810,7 +811,7 @@ class GrpoRun:
         if best is None or best["rl_step"] > self.rl_step or reward > best["reward"]:
             self._through(partial(self._save_policy, "best", {"rl_step": self.rl_step, "reward": reward}))
 
-    def _save_policy(self, name: str, record: Mapping[str, Any] | None = None) -> Path:
+    def _save_policy(self, name: str, record: Fields | None = None) -> Path:
         """Write weights, and a `record`, to the folder `name` of `checkpoints`, which is at no time half written."""
         folder = self.checkpoints.folder / name
         self.actors.trainers_turn()
@@ -837,7 +838,7 @@ class Stop:
     RL step, by `due`, takes longer. Outside of the main thread, and where Ctrl-C is ignored, nothing changes.
     """
 
-    def __init__(self, on_request: Callable[[], None]) -> None:
+    def __init__(self, on_request: Callable[[], None]):
         self.requested = False
         self._on_request = on_request
         self._due_s = 0.0

@@ -17,13 +17,14 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from torch.utils.tensorboard import SummaryWriter
 
 from tltlab.console import progress
 from tltlab.errors import ConfigError, one_line
 from tltlab.files import read_object, sealed, write_json
+from tltlab.records import Fields
 from tltlab.runtime.recipe.sections import LogConfig
 
 from .rows import LENGTH_PERCENTILES, StepReport
@@ -51,8 +52,8 @@ class RunLog:
         total_steps: int,
         *,
         resume_from: int = 0,
-        settings: Mapping[str, Any] | None = None,
-    ) -> None:
+        settings: Fields | None = None,
+    ):
         chosen = {name: getattr(config, name) for name in LOGGERS if getattr(config, name) not in (None, False)}
         for name, project in chosen.items():
             if importlib.util.find_spec(name) is None:
@@ -131,7 +132,7 @@ class TensorBoard:
 
     _last: int
 
-    def __init__(self, project: bool, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None:
+    def __init__(self, project: bool, out: Path, resume_from: int, settings: Fields):
         self._folder, self._last = str(out / "tensorboard"), resume_from
         self._begin(resume_from)
 
@@ -157,7 +158,7 @@ class TensorBoard:
 class Wandb:
     """Rows of `project` over `rl_step`. A process killed offline loses the last five seconds or so of W&B's values."""
 
-    def __init__(self, project: str, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None:
+    def __init__(self, project: str, out: Path, resume_from: int, settings: Fields):
         import wandb
 
         out.mkdir(parents=True, exist_ok=True)  # otherwise W&B takes a temporary folder

@@ -54,7 +54,7 @@ class Peak:
     returned before, and memory that it keeps meanwhile counts.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device):
         self.bytes = 0
         self._cuda = device.type == "cuda"
 

@@ -35,7 +35,7 @@ class GpuPlacement:
     ConfigError, at once or within `READY_S` seconds, where the cluster lacks what the recipe asks for.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe):
         self.bundles: Bundles = bundles_of(recipe)
         # Several actors may have the same GPUs.
         self._shares = self.bundles.colocated or (recipe.rollout.tail_shape is not None and bool(self.bundles.all))

@@ -20,7 +20,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
 from tltlab.own import code_allowed, named_in
 from tltlab.policies.policy import Policy, parse_policy
-from tltlab.records import Json
+from tltlab.records import Fields, Json
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.user_code import code_of
 from tltlab.stats import finite
@@ -65,8 +65,8 @@ class RunState:
 def write_state(
     folder: Path,
     state: RunState,
-    parts: Mapping[str, Any],
-    workers: Sequence[Mapping[str, Any]],
+    parts: Fields,
+    workers: Sequence[Fields],
     recipe: Recipe,
 ) -> None:
     """Write `state.json`, and `worker-N.json` for the learned state of each engine's policy and drafters.
@@ -121,7 +121,7 @@ def _state_of(parts: Json, folder: Path, recipe: Recipe) -> tuple[RunState, Json
     return RunState(**fields), parts
 
 
-def _with_floats(report: Mapping[str, Any], change: Callable[[Any], Any]) -> Json:
+def _with_floats(report: Fields, change: Callable[[Any], Any]) -> Json:
     return {name: _with_floats(v, change) if isinstance(v, Mapping) else change(v) for name, v in report.items()}
 
 
@@ -133,7 +133,7 @@ class RunEvents:
     at once.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path):
         self.path = Path(path)
         self.rl_step = 0
         self._lock = threading.Lock()

@@ -52,7 +52,7 @@ class TrainerGroup:
 
     def __init__(
         self, recipe: Recipe, options: Callable[[int], Mapping[str, Any]], env: Mapping[str, str] | None = None
-    ) -> None:
+    ):
         self.recipe = recipe
         self.handles: list[Any] = []
         self.pids: list[int] = []  # of the ranks' processes, once they have started
@@ -209,7 +209,7 @@ class TrainerGroup:
 class TrainerActor:
     """One rank in its own process."""
 
-    def __init__(self, recipe: Recipe, rank: int) -> None:
+    def __init__(self, recipe: Recipe, rank: int):
         self.recipe = recipe
         self.rank = rank
 

@@ -65,7 +65,7 @@ def base_sum(module: nn.Module) -> int:
 class BasePolicy(nn.Module):
     """A policy without its adapters, called as the policy is; it has no tensors of its own."""
 
-    def __init__(self, policy: nn.Module) -> None:
+    def __init__(self, policy: nn.Module):
         super().__init__()
         self._policy = (policy,)  # in a tuple, so that it is no submodule
 
@@ -79,7 +79,7 @@ class BasePolicy(nn.Module):
 class MergedTensors(WholeTensors):
     """A model's tensors with its adapters merged in, by the names that they have without adapters."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, *, touched: bool = False) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, *, touched: bool = False):
         super().__init__(module, dtype)
         self._adapted: dict[str, Any] = {
             name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)

@@ -142,7 +142,7 @@ class OwnAdvantage:
     on a few made-up responses already here.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe):
         self._recipe, self._path = recipe, f"train.advantage {recipe.train.advantage}"
         with found_in(recipe.code):
             self._function = load_function(

@@ -137,7 +137,7 @@ class Trainer:
         world: int = 1,
         rendezvous: str | None = None,
         timeout_s: float = 600.0,
-    ) -> None:
+    ):
         torch.manual_seed(seed)
         torch.set_num_threads(config.threads)
         self.config = config
@@ -606,7 +606,7 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
     own storage would pickle an index.) The sums have the format of sha256sum and are computed while a file is written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         super().__init__(str(folder), save_distributed=True)
         self.fs = _HashingFiles()
 
@@ -811,7 +811,7 @@ class PolicyModel(nn.Module):
 
     adapts: Tensor
 
-    def __init__(self, model: PreTrainedModel, temperature: float, sequence_ranks: SequenceGroup) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float, sequence_ranks: SequenceGroup):
         super().__init__()
         self.model = model
         self.temperature = temperature

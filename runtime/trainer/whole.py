@@ -17,7 +17,7 @@ class WholeTensors:
     device. A `weights.WeightSource`.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype):
         self._module, self._dtype = module, dtype
 
     def metadata(self) -> list[TensorMeta]:

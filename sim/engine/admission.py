@@ -77,7 +77,7 @@ class Round:
 class Stream:
     """The prompts of a trace, again and again, and what earlier steps have left of them."""
 
-    def __init__(self, steps: Sequence[Requests], admission: Admission, seed: int) -> None:
+    def __init__(self, steps: Sequence[Requests], admission: Admission, seed: int):
         self.steps = steps
         self._whole = [step.whole() for step in steps]
         self.admission = admission
@@ -296,7 +296,7 @@ class BufferFeed(RequestFeed):
     where estimates have changed.
     """
 
-    def __init__(self, requests: Requests, num_workers: int, capacity: int | None, rule: SharedBuffer) -> None:
+    def __init__(self, requests: Requests, num_workers: int, capacity: int | None, rule: SharedBuffer):
         self._requests = requests
         self._rule = rule
         self._capacity = math.inf if capacity is None else float(capacity)
@@ -364,7 +364,7 @@ class RoundFeed(RequestFeed):
     Requests that may run at once go in order to the worker with the fewest; each end lets the next begin.
     """
 
-    def __init__(self, stream: Stream, work: Round, num_workers: int) -> None:
+    def __init__(self, stream: Stream, work: Round, num_workers: int):
         self.stream = stream
         self.work = work
         self.counts = [0] * num_workers

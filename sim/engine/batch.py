@@ -116,7 +116,7 @@ class Batch:
     `is_steady` is that of the source. With `advances_plain` iterations without speculation may be passed at once.
     """
 
-    def __init__(self, requests: Requests, source: Gains) -> None:
+    def __init__(self, requests: Requests, source: Gains):
         self.requests = requests
         self.source = source
         self.state: StepState | None = None
@@ -343,7 +343,7 @@ class FluidBatch(Batch):
     C with g tokens generated has offset C - g and finishes when the clock reaches offset + length.
     """
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: Requests):
         super().__init__(requests, _EXPECTED)
         self._clock = 0.0
         self._offsets: dict[int, float] = {}
@@ -481,7 +481,7 @@ class RequestsView(Sequence[RequestState]):
 
     __slots__ = ("_batch", "_running")
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch):
         self._batch = batch
         self._running: Sequence[int] | None = None
 

@@ -33,7 +33,7 @@ from .requests import Requests
 class Groups:
     """State shared by all workers of a rollout: finished samples of each group."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: Requests):
         self._group = requests.groups
         self._finished = np.zeros(int(self._group.max(initial=-1)) + 1, np.int64)
 
@@ -55,7 +55,7 @@ class Chances(Gains):
 
     is_apart = False
 
-    def __init__(self, requests: Requests, rates: Rates, groups: Groups, budget: DraftBudget | None) -> None:
+    def __init__(self, requests: Requests, rates: Rates, groups: Groups, budget: DraftBudget | None):
         self._requests = requests
         self._rates = rates
         self._model = rates.model
@@ -182,7 +182,7 @@ class Rates:
 class Drawn(Gains):
     """Accepted tokens drawn per request and speculative iteration, with common random numbers (random_numbers.py)."""
 
-    def __init__(self, requests: Requests, seed: int) -> None:
+    def __init__(self, requests: Requests, seed: int):
         self._seeds = requests.seeds(seed)
 
     def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> SpeculativeIterations:
@@ -197,7 +197,7 @@ class Drawn(Gains):
 class Replayed(Gains):
     """Accepted tokens as recorded for the position at which the draft starts: deterministic in every mode."""
 
-    def __init__(self, requests: Requests, acceptance: Acceptance) -> None:
+    def __init__(self, requests: Requests, acceptance: Acceptance):
         self._requests = requests
         self._acceptance = acceptance
         self._starts = np.concatenate([[0], np.cumsum(requests.lengths)])[:-1]

@@ -84,7 +84,7 @@ class Drained:
 class MemorylessChoices:
     """The choices of a memoryless policy, or the one that a policy keeps to, remembered for all workers."""
 
-    def __init__(self, ask: Callable[[StepState], Choice], regimes: Regimes) -> None:
+    def __init__(self, ask: Callable[[StepState], Choice], regimes: Regimes):
         self._ask = ask
         self._regimes = regimes
         self._choices: dict[tuple[int, int], Choice] = {}

@@ -72,9 +72,7 @@ class Planned:
 class PlannedWorker(Worker):
     """An engine that can be called in the middle of a macro-step; it runs from `ready_s` on."""
 
-    def __init__(
-        self, host: PlannedRollout, simulator: RolloutSimulator, index: int, lane: int, ready_s: float
-    ) -> None:
+    def __init__(self, host: PlannedRollout, simulator: RolloutSimulator, index: int, lane: int, ready_s: float):
         requests, result = host.requests, host.result
         stop = host.env.event()
         super().__init__(simulator, index, [], simulator.new_batch(requests), result, stop, None, None, False)
@@ -149,7 +147,7 @@ class PlannedWorker(Worker):
 class PlannedRollout:
     """One RL step under a planner, in virtual time. `queues` are those of the workers of the first shape."""
 
-    def __init__(self, planned: Planned, requests: Requests, queues: list[list[int]]) -> None:
+    def __init__(self, planned: Planned, requests: Requests, queues: list[list[int]]):
         self._active = next(iter(planned.simulators))
         self.env = simpy.Environment(initial_time=planned.simulators[self._active].costs.outside_s)
         self.requests = requests

@@ -17,7 +17,7 @@ LEAST_SHARE = 0.5
 class PolicyTime:
     """Seconds that the policy of a simulation takes; once they are most of `HINT_S` or more, one line says so."""
 
-    def __init__(self, decision_block: int) -> None:
+    def __init__(self, decision_block: int):
         self._block, self._began_s = decision_block, time.perf_counter()
         self._seconds, self._is_reported = 0.0, False
 
@@ -42,7 +42,7 @@ class PolicyTime:
 class TimedDriver(PolicyDriver):
     """A driver of a policy whose time is measured."""
 
-    def __init__(self, *args: Any, watch: PolicyTime, **options: Any) -> None:
+    def __init__(self, *args: Any, watch: PolicyTime, **options: Any):
         super().__init__(*args, **options)
         self._watch = watch
 

@@ -51,7 +51,7 @@ class NoiseDraws:
     the same tokens, so what is common is the noise by number, not by token.
     """
 
-    def __init__(self, noise: IterationNoise, seed: int, rl_step: int, worker: int) -> None:
+    def __init__(self, noise: IterationNoise, seed: int, rl_step: int, worker: int):
         self._noise = noise
         lengths = [length for length, _ in noise.components]
         self._seeds = request_seeds(seed, [(rl_step, "iteration noise", worker, length) for length in lengths])

@@ -56,7 +56,7 @@ class Regimes:
         costs: CostModel,
         acceptance: Acceptance | None,
         drafters: Drafters = STANDARD,
-    ) -> None:
+    ):
         drafters.check(strategies)
         self.strategies = tuple(strategies)
         self._loaded = bool(drafters_of(strategies))

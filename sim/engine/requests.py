@@ -44,7 +44,7 @@ class Turns:
 class Tools:
     """The tools that responses call between their turns; at most `limit` run at once, others wait in order."""
 
-    def __init__(self, turns: Turns, limit: int | None) -> None:
+    def __init__(self, turns: Turns, limit: int | None):
         self.turns = turns
         self.waited_s = 0.0
         self._free_s = None if limit is None else [0.0] * limit

@@ -40,7 +40,7 @@ class Scheduler:
     in the KV cache, by request, those that came there first first: they stay while there is room, and need no prefill.
     """
 
-    def __init__(self, prompt_tokens: Sequence[int], batch: Batch, costs: CostModel) -> None:
+    def __init__(self, prompt_tokens: Sequence[int], batch: Batch, costs: CostModel):
         self.batch = batch
         self.waiting: deque[tuple[int, float]] = deque()
         self.prefilling: deque[Prefill] = deque()

@@ -208,7 +208,7 @@ class Worker:
         feed: RequestFeed | None,
         tools: Tools | None,
         exact: bool,
-    ) -> None:
+    ):
         self.stop = stop
         self.feed = feed
         self.tools = tools

@@ -21,7 +21,7 @@ from tltlab.planning.composition import System
 from tltlab.planning.planners import PLANNERS
 from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy, PolicySource
-from tltlab.records import Json, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.sim.config import SimulationConfig, Source, at_least, decision_interval
 from tltlab.sim.options import Jobs
 from tltlab.sim.placement import PLACEMENTS
@@ -217,7 +217,7 @@ def compare(
 class _Point:
     """A combination of the axes' values, the scenarios there, and the policies or systems that are compared."""
 
-    axes: Mapping[str, Any]
+    axes: Fields
     chosen: Mapping[str, Policy]
     systems: Sequence[System] | None
     asked: StudyConfig
@@ -262,7 +262,7 @@ class _Point:
 
 
 def _about(
-    point: _Point, nominal: Scenario, cells: Sequence[Cell], table: pd.DataFrame, rows: Sequence[Mapping[str, Any]],
+    point: _Point, nominal: Scenario, cells: Sequence[Cell], table: pd.DataFrame, rows: Sequence[Fields],
     baseline: str,
 ) -> Json:  # fmt: skip
     """Return what a comparison's `attrs` have of a point."""

@@ -17,7 +17,7 @@ from tltlab.arrays import Floats
 from tltlab.planning.claims import CLAIMS
 from tltlab.planning.execution import missing_part
 from tltlab.planning.system_binding import BoundSystem
-from tltlab.records import Json
+from tltlab.records import Fields, Json
 from tltlab.sim.scenario import Scenario
 from tltlab.stats import Interval, paired_ratio
 
@@ -92,7 +92,7 @@ class Comparison(pd.DataFrame):
         return heat_maps(tables, xlabel=x, ylabel=y, title=f"{what} over {self.attrs['baseline']} (simulated{mean})")
 
 
-def comparison(rows: Sequence[Mapping[str, Any]], axes: Mapping[str, Any], attrs: Mapping[str, Any]) -> Comparison:
+def comparison(rows: Sequence[Fields], axes: Fields, attrs: Fields) -> Comparison:
     """Return the rows as a frame, the fastest first unless there are axes."""
     frame = pd.DataFrame(rows)
     if not axes:
@@ -150,7 +150,7 @@ def _row(cell: Cell, steps: pd.DataFrame, base: pd.DataFrame | None, nominal: Sc
     return row if bound is None else row | _about(bound, row, column, nominal)
 
 
-def _about(bound: BoundSystem, row: Mapping[str, Any], column: Mapping[str, Floats], nominal: Scenario) -> Any:
+def _about(bound: BoundSystem, row: Fields, column: Mapping[str, Floats], nominal: Scenario) -> Any:
     """Return a system's own columns."""
     from .systems import generating_workers
 
@@ -195,7 +195,7 @@ def _share(part: Floats, whole: Floats, less: float = 0.0) -> float | None:
     return float(part.sum() / whole.sum()) - less if whole.all() else None
 
 
-def _beside_claim(row: Mapping[str, Any]) -> Json | None:
+def _beside_claim(row: Fields) -> Json | None:
     """Return the claim of the system's paper, and the simulated speed-up of the same kind, else of the rollout."""
     if (claim := CLAIMS.get(row["system"])) is None:
         return None
@@ -206,7 +206,7 @@ def _beside_claim(row: Mapping[str, Any]) -> Json | None:
     return asdict(claim) | {"speed_up": estimate, "interval": interval}
 
 
-def intervals_of(rows: Sequence[Mapping[str, Any]], name: str) -> list[Interval]:
+def intervals_of(rows: Sequence[Fields], name: str) -> list[Interval]:
     """Return the ratios of these rows that are known, with their intervals."""
     return [
         Interval(estimate=row[name], low=row[f"{name}_low"], high=row[f"{name}_high"])
@@ -247,7 +247,7 @@ def granted_text(rows: Sequence[Mapping[Any, Any]], name: str) -> str:
     return f"acceptance: {'; '.join(parts)}" if parts else ""
 
 
-def speed_up_cells(row: Mapping[str, Any], name: str = "speed_up") -> tuple[str, str]:
+def speed_up_cells(row: Fields, name: str = "speed_up") -> tuple[str, str]:
     """Return a speed-up and its interval for a table."""
     value, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
     unknown = [end is None or end != end for end in (value, low, high)]

@@ -77,7 +77,7 @@ class Scenarios:
     the same RL steps that have the same requests on the same workers share them.
     """
 
-    def __init__(self, trace: Trace, config: SimulationConfig) -> None:
+    def __init__(self, trace: Trace, config: SimulationConfig):
         self.trace = trace
         self.run = trace.rl_steps
         self.is_sampled = config.rl_steps is None

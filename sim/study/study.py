@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import field, fields, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from tltlab.errors import ConfigError, InputError, TltlabError, one_line
 from tltlab.files import parse_json
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.policies.policy import Policy
-from tltlab.records import Json, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.sim.rl_steps import Colocated, RunResult, Topology, run_steps
 from tltlab.sim.scenario import Scenario, is_memoryless
 from tltlab.sim.simulate import SimResult, simulated
@@ -72,7 +72,7 @@ class Cell:
     name: str
     policy: Policy
     scenario: Scenario
-    axes: Mapping[str, Any] = field(default_factory=dict)
+    axes: Fields = field(default_factory=dict)
     system: BoundSystem | None = None
     stages: StageCosts | None = None
     topology: Topology | None = None

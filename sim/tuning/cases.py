@@ -39,7 +39,7 @@ class ExpectedIteration:
     it is at first.
     """
 
-    def __init__(self, scenario: Scenario, strategies: Sequence[Strategy]) -> None:
+    def __init__(self, scenario: Scenario, strategies: Sequence[Strategy]):
         self.strategies = tuple(dict.fromkeys((NO_SPECULATION, *strategies)))
         model = None if scenario.acceptance is None else scenario.acceptance.in_state({})
         self._model = None if model is None else model.within(scenario.longest_context_tokens)
@@ -83,7 +83,7 @@ class Oracle(Selector):
     for one worker whose strategies gain alike at every batch, that loses nothing.
     """
 
-    def __init__(self, expected: ExpectedIteration) -> None:
+    def __init__(self, expected: ExpectedIteration):
         self.strategies = expected.strategies
         self._expected = expected
 

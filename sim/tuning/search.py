@@ -20,7 +20,7 @@ from tltlab.planning.buckets import plan_buckets
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.selector import SelectorSpec
 from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
-from tltlab.records import Json, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.study import Journal
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -124,9 +124,9 @@ class Space:
     `policy` makes that of a trial.
     """
 
-    policy: Callable[[Mapping[str, Any]], Policy]
+    policy: Callable[[Fields], Policy]
     choices: Mapping[str, tuple[Any, ...]]
-    first: Mapping[str, Any]
+    first: Fields
 
 
 def parameters(base: Policy, values: Mapping[str, tuple[Any, ...]]) -> Space:
@@ -169,7 +169,7 @@ def values_of(name: str, text: str) -> tuple[Any, ...]:
 def bandits(prices: Prices) -> Space:
     """BEG-MAB policies: buckets are the rows of an exact table, arms the strategies cheapest there."""
 
-    def policy(settings: Mapping[str, Any]) -> Policy:
+    def policy(settings: Fields) -> Policy:
         """The policy of a trial. A relative reward needs no speculation as an arm, which then comes on top."""
         rows = prices.tables[settings["num_buckets"] - 1].rows
         ends = [row.min_batch - 1 for row in rows[1:]] + [prices.max_batch]

@@ -31,7 +31,7 @@ from tltlab.options import Option, option
 from tltlab.own import split
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.records import Json, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.sim.config import SimulationConfig, decision_interval
 from tltlab.sim.options import Jobs
 from tltlab.sim.placement import EXPECTED
@@ -431,7 +431,7 @@ def tune(
     traces: TraceSource | Sequence[TraceSource],
     config: TuneConfig = TuneConfig(),
     *,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Fields | None = None,
     on_stage: Callable[[str], None] = lambda stage: None,
     journal: Path | None = None,
     **settings: Any,

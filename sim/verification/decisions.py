@@ -171,9 +171,7 @@ class RecordedDriver(PolicyDriver):
     reward for every outcome that was `delivered`, by RL step and iteration, where the policy has rewards.
     """
 
-    def __init__(
-        self, selector: Selector, delivered: frozenset[tuple[int, int]], *, worker: int = 0, delay: int = 0
-    ) -> None:
+    def __init__(self, selector: Selector, delivered: frozenset[tuple[int, int]], *, worker: int = 0, delay: int = 0):
         super().__init__(selector, worker=worker, delay=delay)
         self._delivered = delivered
         self._iteration = self._rl_step = -1
@@ -229,7 +227,7 @@ class Recorded(Gains):
     of its first token, and none beyond its cap; the others have equal parts of what was drafted.
     """
 
-    def __init__(self, requests: Requests, rows: pd.DataFrame) -> None:
+    def __init__(self, requests: Requests, rows: pd.DataFrame):
         self._accepted = rows["accepted_per_request"].tolist() if "accepted_per_request" in rows else [None] * len(rows)
         self._drafted = rows["num_drafted"].tolist()
         self._caps = np.array(requests.max_response_tokens, np.int64)
@@ -258,7 +256,7 @@ class Recorded(Gains):
 class RecordedBatch(Batch):
     """Residents that gain what was recorded in the recorded `seconds`, iteration by iteration."""
 
-    def __init__(self, requests: Requests, source: Recorded, seconds: Floats) -> None:
+    def __init__(self, requests: Requests, source: Recorded, seconds: Floats):
         super().__init__(requests, source)
         self.advances_plain = False
         self._recorded, self._seconds = source, seconds

@@ -203,7 +203,7 @@ class _FreshnessLikelihood:
     spans. An RL step's factor is 1 + d with d ~ N(0, spread); for given parameters the best d is known in closed form.
     """
 
-    def __init__(self, rows: pd.DataFrame, *, aging: bool, training: bool) -> None:
+    def __init__(self, rows: pd.DataFrame, *, aging: bool, training: bool):
         by = ["rl_step", "age", "updates"]
         cells = rows.groupby(by, as_index=False)[["tried", "kept", "weight"]].sum()
         self.age, self.updates = cells["age"].to_numpy(np.float64), cells["updates"].to_numpy(np.float64)

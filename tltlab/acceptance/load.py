@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
@@ -19,6 +19,7 @@ from tltlab.config import validated
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.own import OwnPart, is_own, split
+from tltlab.records import Fields
 
 from .base import (
     Acceptance,
@@ -78,7 +79,7 @@ class OwnAcceptance(OwnPart):
 
 
 def load_acceptance(
-    source: Acceptance | type[AcceptanceModel] | Mapping[str, Any] | str | Path, *, epochs: bool = False
+    source: Acceptance | type[AcceptanceModel] | Fields | str | Path, *, epochs: bool = False
 ) -> Acceptance:
     """Return an acceptance model from itself, a dict, `constant:A`, `geometric:ALPHA`, a shipped name or a JSON file.
 
@@ -206,7 +207,7 @@ def _named(model: Acceptance, drafter: str) -> Acceptance:
     return model
 
 
-def _by_drafter(sources: Mapping[str, Any], epochs: bool) -> PerDrafter:
+def _by_drafter(sources: Fields, epochs: bool) -> PerDrafter:
     """Return one model of these; without one for `EVERY` drafter those not named keep their default."""
     texts: dict[str, str] = {}
     models: dict[str, Acceptance] = {}

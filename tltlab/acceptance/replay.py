@@ -33,7 +33,7 @@ class TraceAcceptance(Acceptance):
     varies_by: ClassVar[Variation] = "position"
     drafters: tuple[str, ...] = ()
 
-    def __init__(self, table: pd.DataFrame, drafter_age: int | None = None) -> None:
+    def __init__(self, table: pd.DataFrame, drafter_age: int | None = None):
         self.drafters = tuple(sorted(table["drafter"].unique()))
         self.drafter_age = drafter_age
         self._rows: dict[tuple[str, Key], dict[int, _Row]] = {}

@@ -51,7 +51,7 @@ class ReplayedDrafter:
     draft at their end. `observe` is called as in a run that drafts `max_depth` tokens in every iteration.
     """
 
-    def __init__(self, build: Callable[[], Drafter]) -> None:
+    def __init__(self, build: Callable[[], Drafter]):
         self._build = build
         self._drafters: dict[int | None, Drafter] = {}
 
@@ -98,7 +98,7 @@ def merged(old: pa.Table | None, new: pa.Table) -> pa.Table:
 class AcceptedLengths:
     """Gathers, per drafter, age and depth, the drafts that a run would make and the tokens kept of them."""
 
-    def __init__(self, depths: tuple[int, ...]) -> None:
+    def __init__(self, depths: tuple[int, ...]):
         self.depths = depths
         self._sums: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
 

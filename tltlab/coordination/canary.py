@@ -78,7 +78,7 @@ class DraftCounts:
     `rows` are those of an earlier `state_dict`.
     """
 
-    def __init__(self, rows: Iterable[tuple[int, int, int]] = ()) -> None:
+    def __init__(self, rows: Iterable[tuple[int, int, int]] = ()):
         self.drafts = self.first_kept = 0
         self._times: Counter[tuple[int, int]] = Counter()
         for row in rows:
@@ -156,7 +156,7 @@ class Canary:
     (False, 'collapsed')
     """
 
-    def __init__(self, config: CanaryConfig) -> None:
+    def __init__(self, config: CanaryConfig):
         self.config = config
         self.predicted: tuple[float, ...] = ()
         self.trusted = True
@@ -309,7 +309,7 @@ class Alarm:
     'drafter eagle has collapsed since the engine woke'
     """
 
-    def __init__(self, notify: Callable[[str], object]) -> None:
+    def __init__(self, notify: Callable[[str], object]):
         self._notify = notify
         self._windows: dict[str, tuple[_Window, bool]] = {}
 

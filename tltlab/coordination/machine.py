@@ -218,7 +218,7 @@ def wakeup_s(state: CoordinatorState) -> float:
 class _Turn:
     """One event's work on a copy of the state."""
 
-    def __init__(self, state: CoordinatorState, now: float) -> None:
+    def __init__(self, state: CoordinatorState, now: float):
         self.before, self.now, self.config = state, now, state.config
         self.rl_step, self.rolling_out, self.ending = state.rl_step, state.rolling_out, state.ending
         self.term, self.number, self.members = state.term, state.number, state.members

@@ -307,7 +307,7 @@ class TrainingSchedule:
     [False, True]
     """
 
-    def __init__(self, config: ScheduleConfig, *, pretrained: bool = False) -> None:
+    def __init__(self, config: ScheduleConfig, *, pretrained: bool = False):
         self.config = config
         self.pretrained = pretrained
         self.record: list[RolloutDrift] = []

@@ -6,7 +6,6 @@ and terms of each engine. `ENGINE:GPUS:MODEL[:WEIGHTS[:KV]]` names costs by them
 
 import math
 import re
-from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -18,6 +17,7 @@ from tltlab.config import FrozenModel, faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.hardware import DTYPE_BYTES, GPUS, MODELS, Dtype, Gpu, ModelShape, gpu, kv_capacity_tokens, model
+from tltlab.records import Fields
 
 from .base import Seconds, Waiting
 from .evidence import FURTHER, SPECULATING, CalibratedRange, Error, Evidence, Span
@@ -56,13 +56,13 @@ _Numbers = TypeVar("_Numbers", float, Floats)
 _Record = TypeVar("_Record", Gpu, ModelShape)
 
 
-def shape_of_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
+def shape_of_config(config: Fields, name: str = "") -> ModelShape:
     """The shape that a Hugging Face `config.json` describes; its text model where it has several.
 
     Reads experts (`_MOE_KEYS`), latent attention, sliding, chunked and linear layers and the quantization of the
     checkpoint. Raises ConfigError that names a key which is missing, or one about experts that is not understood.
     """
-    text: Mapping[str, Any] = config.get("text_config") or config
+    text: Fields = config.get("text_config") or config
     first = partial(_first, text)
     hidden, layers, heads = first("hidden_size"), first("num_hidden_layers"), first("num_attention_heads")
     experts = _experts(text, layers)
@@ -102,7 +102,7 @@ def shape_of_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
     )
 
 
-def _first(text: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+def _first(text: Fields, *keys: str, default: int | None = None) -> int:
     """Return the first of these keys that is set; a list has one value for all layers, else it is a ConfigError."""
     for key in keys:
         if (value := text.get(key)) is not None:
@@ -115,7 +115,7 @@ def _first(text: Mapping[str, Any], *keys: str, default: int | None = None) -> i
     return default
 
 
-def _experts(text: Mapping[str, Any], layers: int) -> dict[str, int]:
+def _experts(text: Fields, layers: int) -> dict[str, int]:
     """Return the fields of `ModelShape` about experts, none where there are none."""
     understood = {key for keys in _MOE_KEYS.values() for key in keys}
     about = [key for key, value in text.items() if value and _ABOUT_EXPERTS.search(key) and key not in understood]
@@ -141,7 +141,7 @@ def _experts(text: Mapping[str, Any], layers: int) -> dict[str, int]:
     }
 
 
-def _sparse_layers(text: Mapping[str, Any], layers: int) -> int:
+def _sparse_layers(text: Fields, layers: int) -> int:
     """Return how many layers have experts."""
     if kinds := text.get("mlp_layer_types"):
         return sum(kind == "sparse" for kind in kinds)
@@ -157,7 +157,7 @@ def _sparse_layers(text: Mapping[str, Any], layers: int) -> int:
     return sum((i + first) % every == 0 and start <= i <= end and i not in dense for i in range(layers))
 
 
-def _checkpoint_type(quantization: Mapping[str, Any] | None) -> Dtype:
+def _checkpoint_type(quantization: Fields | None) -> Dtype:
     """The type of a checkpoint's matrices by its `quantization_config`; ConfigError for one that is not known."""
     if not quantization:
         return "bf16"

@@ -20,7 +20,7 @@ from tltlab.files import json_lines, read_object
 from tltlab.importers.metrics_log import records_of
 from tltlab.importers.sources import guess, is_log_folder, read
 from tltlab.importers.step_metrics import LEARNING, SEVERAL_TURNS, StepMetrics, metrics_table, steps_of, turns_note
-from tltlab.records import frozen
+from tltlab.records import Fields, frozen
 from tltlab.stats import Interval, paired_interval
 from tltlab.traces.metrics import rollout_s
 from tltlab.traces.storage import is_unfinished
@@ -57,9 +57,9 @@ class RunEvidence:
     turns: str | None = None
     unit: str = "RL step"
     unfinished: Path | None = None
-    events: tuple[Mapping[str, Any], ...] = ()
+    events: tuple[Fields, ...] = ()
     logs: Mapping[str, str] = field(default_factory=dict)
-    recipe: Mapping[str, Any] = field(default_factory=dict)
+    recipe: Fields = field(default_factory=dict)
 
     @classmethod
     def of(cls, run: str | Path | Trace) -> RunEvidence:

@@ -85,7 +85,7 @@ class AcceptanceBudget(DraftBudget):
     [7, 1]
     """
 
-    def __init__(self, min_tokens: int = 1, max_draft_tokens: int | None = None, prior: float = 1.0) -> None:
+    def __init__(self, min_tokens: int = 1, max_draft_tokens: int | None = None, prior: float = 1.0):
         if min_tokens < 0 or (max_draft_tokens is not None and max_draft_tokens < 0) or not 0.0 <= prior < np.inf:
             raise ConfigError(
                 f"acceptance: min_tokens, max_draft_tokens and prior must be at least 0, "
@@ -216,7 +216,7 @@ class MbaBudget(DraftBudget):
     def __init__(
         self, base_s: float = 9.5e-3, token_s: float = 5e-5, draft_s: float = 0.0, weight: float = 2.0,
         prior: float = 1.0,
-    ) -> None:  # fmt: skip
+    ):  # fmt: skip
         if min(base_s, token_s) <= 0 or min(draft_s, weight, prior) < 0:
             raise ConfigError(
                 "MBA: base_s and token_s must be above 0, draft_s, weight and prior at least 0, got "
@@ -268,7 +268,7 @@ class LengthClasses:
     [[0, 2], [10.0, 600.0]]
     """
 
-    def __init__(self, quantiles: Sequence[float] = (1 / 3, 2 / 3), window: int = 4096) -> None:
+    def __init__(self, quantiles: Sequence[float] = (1 / 3, 2 / 3), window: int = 4096):
         self.quantiles = tuple(quantiles)
         rising = all(a < b for a, b in pairwise(self.quantiles))
         if not self.quantiles or not rising or not all(0.0 < q < 1.0 for q in self.quantiles):
@@ -316,7 +316,7 @@ class LengthClasses:
 class _Tables:
     """Counts and sums of lengths in ascending order, for each start class and, in the last row, for all responses."""
 
-    def __init__(self, records: Sequence[tuple[str, int]], quantiles: Sequence[float]) -> None:
+    def __init__(self, records: Sequence[tuple[str, int]], quantiles: Sequence[float]):
         number: dict[str, int] = {}
         prompts = np.array([number.setdefault(prompt, len(number)) for prompt, _ in records], np.int64)
         lengths = np.array([length for _, length in records], np.float64)
@@ -455,7 +455,7 @@ class LengthAwareBudget(DraftBudget):
         quantiles: tuple[float, ...] = (1 / 3, 2 / 3),
         window: int = 4096,
         replan_every: int = 64,
-    ) -> None:
+    ):
         optimal_budget([1.0], reach, efficiency, base_s, token_s)
         if replan_every < 1:
             raise ConfigError(f"draft budget: replan_every must be at least 1 call, got {replan_every}")

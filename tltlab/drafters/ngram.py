@@ -45,7 +45,7 @@ class NgramDrafter(Drafter):
 
     def __init__(
         self, min_match: int = 2, max_match: int = 5, scope: Scope = "group", history_mib: float | None = 256.0
-    ) -> None:
+    ):
         if not 1 <= min_match <= max_match:
             raise ConfigError(f"ngram: needs 1 <= min_match <= max_match, got {min_match} and {max_match}")
         if history_mib is not None and not 0 < history_mib < math.inf:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 
@@ -13,7 +13,7 @@ from tltlab.config import Built, Count, FiniteModel
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_object
 from tltlab.own import OwnPart
-from tltlab.records import Json, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.strategy import Strategy
 
 from . import suffix
@@ -175,7 +175,7 @@ class Drafters(Mapping[str, DrafterTraits]):
     tltlab.errors.ConfigError: no drafter named 'sufix' (did you mean 'suffix'?); there are block, learned, ngram, ...
     """
 
-    def __init__(self, specs: Mapping[str, DrafterSpec] = {}, traits: Mapping[str, DrafterTraits] = {}) -> None:
+    def __init__(self, specs: Mapping[str, DrafterSpec] = {}, traits: Mapping[str, DrafterTraits] = {}):
         standard = {"learned": NETWORK, "block": BLOCK, **DEFAULT_DRAFTERS}
         self._known: dict[str, DrafterSpec | DrafterTraits] = {**standard, **traits, **specs}
 
@@ -306,7 +306,7 @@ def check_drafter(target: str, name: str, spec: LearnedSpec) -> None:
             )
 
 
-def check_sampled_drafts(drafters: Mapping[str, Any], speculative: Mapping[str, Any] | None) -> None:
+def check_sampled_drafts(drafters: Fields, speculative: Fields | None) -> None:
     """Raise ConfigError for a hybrid beside a learned drafter that samples its drafts.
 
     vLLM keeps the probabilities of such drafts and verifies with them whatever drafts it is given, so a request that

@@ -53,7 +53,7 @@ class History:
     those of prompts with a running request last.
     """
 
-    def __init__(self, max_bytes: float) -> None:
+    def __init__(self, max_bytes: float):
         self.max_bytes = max_bytes
         self.texts: dict[Key, FinishedText] = {}
         self.num_bytes = 0
@@ -105,7 +105,7 @@ class TextTree:
     comes before each search. `num_tokens` counts finished texts in the index and outside.
     """
 
-    def __init__(self, new_index: Callable[[], Any], *, whole: bool, num_before: int) -> None:
+    def __init__(self, new_index: Callable[[], Any], *, whole: bool, num_before: int):
         self.running: set[Key] = set()
         self.finished: dict[Key, None] = {}
         self._new_index = new_index
@@ -293,7 +293,7 @@ class SuffixDrafter(Drafter):
         match_factor: float = 1.0,
         live: bool = True,
         history_mib: float | None = 256.0,
-    ) -> None:
+    ):
         self.scopes = tuple(scopes)
         self.window = window
         self.max_match = max_match

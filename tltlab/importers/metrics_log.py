@@ -11,7 +11,7 @@ import io
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import open_unpacked, parse_json
+from tltlab.records import Fields
 
 from .fields import of_many
 from .rows import MOST_ROWS, TABLES, ending, rows_of, separator_of, whole_json
@@ -236,7 +237,7 @@ def _has_metrics(form: Form, text: str) -> bool:
     return any(map(plain_key, names)) or (form.items == " - " and bool(names))
 
 
-def _has_end(fields: Mapping[str, Any], last: str) -> bool:
+def _has_end(fields: Fields, last: str) -> bool:
     """Return True if the last number has a unit, or as many decimals as all others have."""
     decimals = [len(value.partition(".")[2]) for value in map(str, fields.values()) if "." in value]
     whole = str(fields[last])
@@ -323,7 +324,7 @@ def _from_json(whole: Any) -> Iterator[Record]:
 
 
 def from_fields(
-    place: str, fields: Mapping[str, Any], call_times: dict[str, float], rl_step: int | None = None
+    place: str, fields: Fields, call_times: dict[str, float], rl_step: int | None = None
 ) -> Iterator[Record]:
     """A JSON record; groups of metrics in it, such as the `data` of verl's file logger, are taken apart.
 
@@ -344,7 +345,7 @@ def from_fields(
             call_times.clear()
 
 
-def _record(rl_step: int | None, place: str, fields: Mapping[str, Any]) -> Iterator[Record]:
+def _record(rl_step: int | None, place: str, fields: Fields) -> Iterator[Record]:
     """A record of those fields that are known and have a value, where there are any."""
     values, learning = {}, {}
     for key, content in fields.items():

@@ -90,7 +90,7 @@ class Reader:
     It collects the columns used and ignored, and assumptions.
     """
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: Reading):
         self.reading = reading
         self.used: dict[str, str] = {}
         self.columns: dict[str, None] = {}

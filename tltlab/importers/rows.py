@@ -20,7 +20,7 @@ from tltlab.config import shown
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import MOST_JSON_BYTES, PACKED, open_unpacked, parse_json
 from tltlab.options import check, option
-from tltlab.records import frozen
+from tltlab.records import Fields, frozen
 from tltlab.strategy import Strategy
 from tltlab.traces.storage import MOST_ROWS, check_parquet
 
@@ -38,7 +38,7 @@ TABLES = (".csv", ".tsv", ".tab")
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *TABLES)
 
 
-Row = tuple[str, Mapping[str, Any]]
+Row = tuple[str, Fields]
 """One record: where it stands ("line 3", "row 0"), and its fields."""
 
 

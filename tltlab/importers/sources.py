@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tltlab.config import shown
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import open_unpacked
-from tltlab.records import frozen
+from tltlab.records import Fields, frozen
 from tltlab.traces.schema import MANIFEST_FILE, Manifest
 from tltlab.traces.trace import Trace, check_source, is_trace, locate, report
 from tltlab.traces.trace import read as read_folder
@@ -201,7 +201,7 @@ def _of_frame(frame: pd.DataFrame, file: str, reader: Reader) -> Iterator[Record
         yield Records(file=file, frame=frame, is_table=True)
         return
 
-    def rows() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def rows() -> Iterator[tuple[str, Fields]]:
         for label, *cells in frame.itertuples():
             fields = dict(zip(frame.columns, cells, strict=True))
             yield f"line {label}", fields | {name: parsed(fields[name]) for name in nested}
@@ -356,7 +356,7 @@ def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None)
     return "csv"
 
 
-def _named(fields: Mapping[str, Any]) -> str | None:
+def _named(fields: Fields) -> str | None:
     """Message that names the kind of a record without a response's length; None for an unknown kind."""
     names = {plain(name) for name in fields}
     if "totaloutputtokens" in names or {"completed", "requestthroughput"} <= names:
@@ -374,7 +374,7 @@ def _named(fields: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading | None) -> bool:
+def _has_means(path: Path, fields: Sequence[Fields], reading: Reading | None) -> bool:
     """Return True if records are RL steps with a mean response length. TraceError where that is not stated."""
     names = list(map(str, fields[0]))
     kinds = {kind for name in names for kind in kind_of(name)}

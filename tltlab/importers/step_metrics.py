@@ -17,7 +17,7 @@ from pydantic import Field
 from tltlab.arrays import Floats, Ints
 from tltlab.config import FrozenModel, entries
 from tltlab.errors import TraceError
-from tltlab.records import frozen
+from tltlab.records import Fields, frozen
 from tltlab.traces.trace import few
 
 from .responses import MOST_TOKENS, tables_of_lengths
@@ -72,7 +72,7 @@ class Framework(FrozenModel):
         return frozenset(key for keys in self.fields.values() for names in keys for key in names.split("|"))
 
 
-def frameworks_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Framework, ...]:
+def frameworks_of(rows: Sequence[Fields]) -> tuple[Framework, ...]:
     """Return the frameworks of the rows of a table. ConfigError names the faulty row, by its name or number from 1."""
     named, whole = {row.get("name", ""): row for row in rows}, []
     for row in rows:

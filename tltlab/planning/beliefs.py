@@ -56,7 +56,7 @@ class LengthBelief:
 
     def __init__(
         self, lengths: Sequence[float] = (), prompts: Sequence[str] = (), known: Sequence[Sequence[float]] = ((), ())
-    ) -> None:
+    ):
         self._lengths: Floats = np.array(lengths, np.float64)
         self._number: dict[str, int] = {prompt: i for i, prompt in enumerate(prompts)}
         self._known: Floats = np.array(known, np.float64)

@@ -110,7 +110,7 @@ class ByExpectedLength(Placement):
     in a run's first epoch, the split is contiguous.
     """
 
-    def __init__(self, costs: CostModel | None = None) -> None:
+    def __init__(self, costs: CostModel | None = None):
         self._token_s = token_seconds(costs)
 
     def place(self, workload: PlacedRequests, workers: int, history: Lengths) -> Queues:

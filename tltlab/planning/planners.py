@@ -137,7 +137,7 @@ class BufferPlanner(RolloutPlanner):
     It has room for as many requests as run at once, and for their tokens. What runs does not move.
     """
 
-    def __init__(self, chunk_tokens: int = 8192) -> None:
+    def __init__(self, chunk_tokens: int = 8192):
         self.chunk_tokens = chunk_tokens
 
     def plan(self, state: RolloutState) -> Sequence[Action]:

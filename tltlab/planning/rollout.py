@@ -77,7 +77,7 @@ class EngineCosts:
         strategies: Sequence[Strategy],
         tokens: Callable[[Strategy, int], float],
         switch_s: float = 0.0,
-    ) -> None:
+    ):
         self.shape = shape
         self.costs = costs
         self.strategies = tuple(strategies)

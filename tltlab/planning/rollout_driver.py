@@ -17,7 +17,7 @@ class PlanDriver:
     rollout: it goes on as it is. SystemExit counts as raised, KeyboardInterrupt passes.
     """
 
-    def __init__(self, planner: RolloutPlanner | None, note: Callable[[str], object]) -> None:
+    def __init__(self, planner: RolloutPlanner | None, note: Callable[[str], object]):
         self.planner = planner
         self.note = note
         self._noted = self._refused = False

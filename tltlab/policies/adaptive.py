@@ -98,7 +98,7 @@ class Adaptive(Selector, kind="adaptive"):
         switch_s: float = 0.0,
         *,
         rng: np.random.Generator,
-    ) -> None:
+    ):
         names = tuple(drafters)
         if not names or len(set(names)) < len(names) or NO_SPECULATION.drafter in names:
             raise ConfigError(f"adaptive: drafters are names, each once and without 'none', got {', '.join(names)}")

@@ -30,7 +30,7 @@ class EpsilonGreedy(BegMab, kind="epsilon-greedy"):
         statistic: Statistic = "mean",
         *,
         rng: np.random.Generator,
-    ) -> None:
+    ):
         super().__init__([(1, strategies)], (), (), epsilon, window, reward, statistic, rng=rng)
 
 
@@ -54,7 +54,7 @@ class Ucb1(EpsilonGreedy, kind="ucb1"):
         exploration: float = 1.0,
         window: int = 300,
         reward: RewardKind = "paper",
-    ) -> None:
+    ):
         if not 0.0 <= exploration < math.inf:
             raise ConfigError(f"ucb1: exploration must be a number from 0 up, got {exploration}")
         super().__init__(strategies, 0.0, window, reward, rng=np.random.default_rng(0))
@@ -93,7 +93,7 @@ class Hedge(Selector, kind="hedge"):
     state_names = ("losses_", "rounds_")
     by_arm = True
 
-    def __init__(self, strategies: Sequence[StrategyField], *, rng: np.random.Generator) -> None:
+    def __init__(self, strategies: Sequence[StrategyField], *, rng: np.random.Generator):
         self.strategies = checked_strategies(strategies)
         if not all(strategy.speculates for strategy in self.strategies):
             raise ConfigError("hedge: no speculation drafts nothing: leave it out")

@@ -66,7 +66,7 @@ class BegMab(Selector, kind="beg-mab"):
         tries: int = 1,
         *,
         rng: np.random.Generator,
-    ) -> None:
+    ):
         if bool(buckets) == bool(strategies or thresholds):
             raise ConfigError("beg-mab takes either buckets, or strategies and thresholds")
         buckets = buckets or paper_buckets(strategies, thresholds)

@@ -2,11 +2,10 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from tltlab.drafters.budget import DraftBudget, UniformBudget, shares_of
 from tltlab.errors import ConfigError
-from tltlab.records import Json
+from tltlab.records import Fields, Json
 from tltlab.state import NO_CHOICE, Choice, RequestState, StepOutcome, StepState
 from tltlab.strategy import Strategy
 
@@ -39,7 +38,7 @@ class PolicyDriver:
 
     def __init__(
         self, selector: Selector | None = None, budget: DraftBudget | None = None, *, worker: int = 0, delay: int = 0
-    ) -> None:
+    ):
         self.worker = worker
         self.delay = delay
         self._replay_place = START
@@ -139,7 +138,7 @@ class PolicyDriver:
         """Let the budget learn from a request that has ended, with its tokens drafted and accepted."""
         self.budget.finished(request, drafted=drafted, accepted=accepted)
 
-    def replay(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def replay(self, rows: Iterable[Fields]) -> None:
         """Make the choices of these rows of `decisions` again, and after their last RL step choose by the policy."""
         inner = self.selector.inner if isinstance(self.selector, ReplayedDecisions) else self.selector
         if inner is None:

@@ -59,7 +59,7 @@ class AcceptedThresholds(Selector, kind="thresholds"):
         weight: float = 0.2,
         every: int = 5,
         warm_up: int = 10,
-    ) -> None:
+    ):
         self.thresholds = checked_thresholds([min_batch for min_batch, _, _ in rows])
         if any(not depths or sorted(set(depths)) != list(depths) or depths[0] < 0 for _, depths, _ in rows):
             raise ConfigError(f"thresholds: each range needs depths that ascend, got {[list(d) for _, d, _ in rows]}")
@@ -134,7 +134,7 @@ class VerificationBudget(DraftBudget):
     drafts_whole = True
     _TOTALS = 64
 
-    def __init__(self, costs: Annotated[CostModel, COSTS], prior: float = 1.0, look_every: int = 16) -> None:
+    def __init__(self, costs: Annotated[CostModel, COSTS], prior: float = 1.0, look_every: int = 16):
         if not 0.0 <= prior < np.inf or look_every < 1:
             raise ConfigError(
                 f"verification: prior must be at least 0, look_every at least 1, got {prior} and {look_every}"

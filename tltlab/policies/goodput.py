@@ -82,7 +82,7 @@ class Goodput(Selector, kind="goodput"):
         prior: float = 0.6,
         *,
         rng: np.random.Generator,
-    ) -> None:
+    ):
         self.strategies = tuple(dict.fromkeys((NO_SPECULATION, *checked_strategies(strategies))))
         if trees := [str(s) for s in self.strategies if s.top_k > 1]:
             raise ConfigError(f"goodput: acceptance is counted along chains, and {trees[0]} is a tree")

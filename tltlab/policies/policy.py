@@ -20,6 +20,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, Drafters, DrafterSpec, Hybri
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json, write_json
 from tltlab.own import OwnPart, named_in, parse_call
+from tltlab.records import Fields
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .engines import VerificationBudget
@@ -142,7 +143,7 @@ class Policy(FiniteModel):
         """Classes of a user's own that the policy imports."""
         return tuple(part for part in (self.selector, *self.drafters.values()) if isinstance(part, OwnPart))
 
-    def with_settings(self, settings: Mapping[str, Any], name: str = "") -> Policy:
+    def with_settings(self, settings: Fields, name: str = "") -> Policy:
         """The policy with other values for settings of its selector; ConfigError for one that it does not have.
 
         >>> load_policy("goodput").with_settings({"window": 100}).selector.window
@@ -174,7 +175,7 @@ class Policy(FiniteModel):
         write_json(Path(path), self.model_dump(mode="json"))
 
 
-PolicySource = str | Path | Mapping[str, Any] | BaseModel | Strategy | type[Selector] | Selector
+PolicySource = str | Path | Fields | BaseModel | Strategy | type[Selector] | Selector
 """A policy as users give it: see `load_policy`."""
 
 

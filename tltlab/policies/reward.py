@@ -31,7 +31,7 @@ class Window:
 
     __slots__ = ("_sorted", "size", "statistic", "value", "values")
 
-    def __init__(self, size: int, statistic: Statistic = "median") -> None:
+    def __init__(self, size: int, statistic: Statistic = "median"):
         if size < 1:
             raise ConfigError(f"window must be at least 1, got {size}")
         self.size = size
@@ -84,7 +84,7 @@ class Reward:
     400.0
     """
 
-    def __init__(self, kind: RewardKind = "paper") -> None:
+    def __init__(self, kind: RewardKind = "paper"):
         self.kind = kind
         self.learns_plain = kind == "relative"
         self._windows: dict[int, Window] = {}

@@ -30,7 +30,7 @@ class Fixed(Selector, kind="fixed"):
 
     memoryless = True
 
-    def __init__(self, strategy: StrategyField) -> None:
+    def __init__(self, strategy: StrategyField):
         self.strategy = strategy
         self.strategies = (strategy,)
 
@@ -59,9 +59,7 @@ class BatchTable(Selector, kind="table"):
 
     memoryless = True
 
-    def __init__(
-        self, rows: Annotated[Sequence[tuple[int, Strategy]], InFile(tuple[TableRow, ...], as_tuples)]
-    ) -> None:
+    def __init__(self, rows: Annotated[Sequence[tuple[int, Strategy]], InFile(tuple[TableRow, ...], as_tuples)]):
         self.thresholds = checked_thresholds([min_batch for min_batch, _ in rows])
         self.rows = tuple(strategy for _, strategy in rows)
         self.strategies = tuple(dict.fromkeys(self.rows))
@@ -104,7 +102,7 @@ class AcceptLadder(Selector, kind="ladder"):
         hold: int = 5,
         slack: float = 0.5,
         hysteresis: float = 0.25,
-    ) -> None:
+    ):
         self.strategies = checked_strategies(strategies)
         depths = [s.draft_depth for s in self.strategies]
         if any(a >= b for a, b in pairwise(depths)):
@@ -149,9 +147,7 @@ class Explore(Selector, kind="explore"):
 
     state_names = ("current_", "left_")
 
-    def __init__(
-        self, strategies: Sequence[StrategyField], hold_iterations: int = 20, *, rng: np.random.Generator
-    ) -> None:
+    def __init__(self, strategies: Sequence[StrategyField], hold_iterations: int = 20, *, rng: np.random.Generator):
         self.strategies = checked_strategies(strategies)
         if hold_iterations < 1:
             raise ConfigError(f"explore: hold_iterations must be at least 1, got {hold_iterations}")

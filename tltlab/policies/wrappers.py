@@ -1,12 +1,12 @@
 """Selectors around another one: elastic activation (TLT section 5), and the choices of a recording made again."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError, RunError
-from tltlab.records import Json
+from tltlab.records import Fields, Json
 from tltlab.state import NO_CHOICE, Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -19,7 +19,7 @@ _OFF = Choice(NO_SPECULATION, learns=False)
 class Wrapper(Selector):
     """A selector around another one, `inner`, which learns from the choices that it made."""
 
-    def __init__(self, inner: Selector) -> None:
+    def __init__(self, inner: Selector):
         self.inner = inner
         self.strategies = inner.strategies
         self.memoryless = inner.memoryless
@@ -49,9 +49,7 @@ class ElasticActivation(Wrapper):
 
     state_names = ("on_", "held_", "rl_step_")
 
-    def __init__(
-        self, inner: Selector, max_requests: int = 32, count: Count = "running", hold_iterations: int = 10
-    ) -> None:
+    def __init__(self, inner: Selector, max_requests: int = 32, count: Count = "running", hold_iterations: int = 10):
         if max_requests < 0 or hold_iterations < 0:
             raise ConfigError(
                 f"activation: max_requests and hold_iterations must be at least 0, "
@@ -113,7 +111,7 @@ class ReplayedDecisions(Wrapper):
     >>> replayed = ReplayedDecisions(FixedStrategy(Strategy.chain("ngram", 4)), [row])              # doctest: +SKIP
     """
 
-    def __init__(self, inner: Selector, rows: Iterable[Mapping[str, Any]], *, worker: int = 0) -> None:
+    def __init__(self, inner: Selector, rows: Iterable[Fields], *, worker: int = 0):
         super().__init__(inner)
         self.memoryless = False
         self.worker = worker
@@ -162,7 +160,7 @@ class ReplayedDecisions(Wrapper):
         return NO_CHOICE if replayed is None else replace(replayed, learns=own.learns)
 
 
-def _choice(row: Mapping[str, Any]) -> Choice:
+def _choice(row: Fields) -> Choice:
     strategy = Strategy(str(row["drafter"]), int(row["draft_depth"]), int(row["top_k"]), int(row["tokens_to_verify"]))
     bucket = row.get("bucket")
     number = None if bucket is None or bucket != bucket else int(bucket)

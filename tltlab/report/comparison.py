@@ -7,6 +7,7 @@ from typing import Any
 
 from tltlab.charts import bars, lines
 from tltlab.errors import ConfigError
+from tltlab.records import Fields
 
 from .page import Block, Code, Facts, Items, Page, Part, Picture, Section, number, records
 from .parts import from_result, repeat_blocks, versions_of
@@ -22,7 +23,7 @@ _COLUMNS = (
 )
 
 
-def comparison_page(result: Mapping[str, Any], path: Path, more: Sequence[Part] = ()) -> Page:
+def comparison_page(result: Fields, path: Path, more: Sequence[Part] = ()) -> Page:
     """The page of a result, recognised by its keys, with `more` parts behind the first. ConfigError for another."""
     try:
         return _page(result, path, more)
@@ -31,7 +32,7 @@ def comparison_page(result: Mapping[str, Any], path: Path, more: Sequence[Part] 
         raise ConfigError(f"{path}: not as tltlab writes it ({why}); write it anew") from error
 
 
-def _page(result: Mapping[str, Any], path: Path, more: Sequence[Part]) -> Page:
+def _page(result: Fields, path: Path, more: Sequence[Part]) -> Page:
     if (empty := next((key for key in _ROWS if result.get(key) == []), None)) is not None:
         raise ConfigError(f"{path}: its {empty} are an empty list, so there is nothing to report")
     if "answers" in result:
@@ -52,7 +53,7 @@ def _page(result: Mapping[str, Any], path: Path, more: Sequence[Part]) -> Page:
     )
 
 
-def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: str, title: str, path: Path) -> Page:
+def _ratios(result: Fields, rows: Sequence[Fields], key: str, title: str, path: Path) -> Page:
     """Rows of makespans with their speed-ups over a baseline."""
     tuned, axes = key == "name", list(result.get("axes") or ())
     baseline = str(result.get("baseline") or ("the best fixed strategy" if tuned else rows[0][key]))
@@ -90,7 +91,7 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     return Page(title=title, subtitle=subtitle, key_figures=tuple(keys), parts=tuple(parts), verdict=str(verdict))
 
 
-def _what_if(result: Mapping[str, Any], path: Path, more: Sequence[Part]) -> Page:
+def _what_if(result: Fields, path: Path, more: Sequence[Part]) -> Page:
     """The answer of `tltlab what-if`: the speed-ups with their ranges, and by acceptance where that is not known."""
     page = _ratios(result, result["systems"], "system", "What speculation would bring", path)
     answers = {", ".join(answer["drafters"]): answer["rollout"] for answer in result["answers"].values()}
@@ -127,7 +128,7 @@ def _what_if(result: Mapping[str, Any], path: Path, more: Sequence[Part]) -> Pag
     )  # fmt: skip
 
 
-def _band_section(speedups: Mapping[str, Mapping[str, float]], bands: Mapping[str, Mapping[str, Any]]) -> Section:
+def _band_section(speedups: Mapping[str, Mapping[str, float]], bands: Mapping[str, Fields]) -> Section:
     """The speed-ups with their 90 % ranges, and what each input may be wrong by."""
     ends = list(speedups.values())
     text = ", ".join(f"{name} {t['mean']:.2f}x ({t['low']:.2f}x to {t['high']:.2f}x)" for name, t in speedups.items())
@@ -147,7 +148,7 @@ def _band_section(speedups: Mapping[str, Mapping[str, float]], bands: Mapping[st
     return Section(title="Speed-up", blocks=(picture, table))
 
 
-def _in_words(row: Mapping[str, Any]) -> dict[str, Any]:
+def _in_words(row: Fields) -> dict[str, Any]:
     """The row with its speed-ups, and with intervals and yes or no in words."""
     words = dict(row)
     for prefix in ("", "step_"):
@@ -167,7 +168,7 @@ def _in_words(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _speed_up_picture(
-    rows: Sequence[Mapping[str, Any]], labels: list[str], key: str, xlabel: str, title: str
+    rows: Sequence[Fields], labels: list[str], key: str, xlabel: str, title: str
 ) -> Picture:  # fmt: skip
     values = ", ".join(f"{n} {number(row.get(key), '.2f')}x" for n, row in zip(labels, rows, strict=True))
     return Picture.of(
@@ -179,7 +180,7 @@ def _speed_up_picture(
     )  # fmt: skip
 
 
-def _verdict(row: Mapping[str, Any], name: str, baseline: str, *, whole: bool) -> str:
+def _verdict(row: Fields, name: str, baseline: str, *, whole: bool) -> str:
     """`whole`: of RL steps, where they are known; else of rollouts."""
     prefix, subject = ("step_", "the RL step") if whole else ("", "the rollout")
     if name == baseline:
@@ -191,7 +192,7 @@ def _verdict(row: Mapping[str, Any], name: str, baseline: str, *, whole: bool) -
     return f"{sentence}, 95 % interval {ends} of draws only{sure}."
 
 
-def _about_systems(rows: Sequence[Mapping[str, Any]]) -> list[Part]:
+def _about_systems(rows: Sequence[Fields]) -> list[Part]:
     about = {}
     for row in rows:
         if "system" in row:
@@ -201,7 +202,7 @@ def _about_systems(rows: Sequence[Mapping[str, Any]]) -> list[Part]:
     return [Section(title="What was assumed", blocks=(Items(rows=tuple(about.items())),))] if about else []
 
 
-def _measured(result: Mapping[str, Any], path: Path) -> Page:
+def _measured(result: Fields, path: Path) -> Page:
     """Page of policies that were measured: the verdict and the rows."""
     rows = [_in_words(row) for row in result["policies"]]
     values: dict[str, Any] = {}
@@ -217,7 +218,7 @@ def _measured(result: Mapping[str, Any], path: Path) -> Page:
     return Page(title=title, subtitle=path.name, parts=parts, verdict=str(result.get("verdict", "")))
 
 
-def _origin(result: Mapping[str, Any], shown_above: set[str]) -> Part:
+def _origin(result: Fields, shown_above: set[str]) -> Part:
     """Section on the origin of a result: settings as facts, long values folded, and the command to repeat it."""
     provenance = result.get("provenance")
     more = dict(provenance) if isinstance(provenance, dict) else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, Literal, ParamSpec
@@ -15,7 +15,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from tltlab.charts import data_uri, inline_svg, series_names
-from tltlab.records import frozen
+from tltlab.records import Fields, frozen
 
 _TEMPLATES = Path(__file__).parent / "templates"
 SCRIPT = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
@@ -230,7 +230,7 @@ def number(value: Any, form: str = ".3g", suffix: str = "") -> str:
     return format(value, "" if isinstance(value, str) else form) + suffix
 
 
-def records(rows: Sequence[Mapping[str, Any]], columns: str, *, caption: str, summary: str | None = None) -> PageTable:
+def records(rows: Sequence[Fields], columns: str, *, caption: str, summary: str | None = None) -> PageTable:
     """A table of dicts. Keys that no row knows are left out, and a key is there once.
 
     `columns` has headings, each with its key and the format of its numbers, or none for text: "RL step: {rl_step:d};

@@ -21,6 +21,7 @@ from tltlab.doctor.signatures import Diagnosis, diagnose
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import json_lines, read_object
 from tltlab.importers.token_counts import FolderTokenizer
+from tltlab.records import Fields
 from tltlab.stats import paired_ratio
 from tltlab.strategy import Strategy
 from tltlab.traces import metrics
@@ -105,7 +106,7 @@ def events_part(run: Path) -> Sequence[Block]:
 
 
 @titled("Where it comes from")
-def origin_part(run: Path, trace: Trace, run_json: Mapping[str, Any]) -> Sequence[Block]:
+def origin_part(run: Path, trace: Trace, run_json: Fields) -> Sequence[Block]:
     """Model, hardware, versions, and the command to repeat the run; `run_json` is what it wrote there."""
     facts = trace.manifest.model_dump(mode="json", exclude_none=True, exclude={"format", "version", "drafters"})
     facts |= versions_of(run_json)
@@ -118,7 +119,7 @@ def origin_part(run: Path, trace: Trace, run_json: Mapping[str, Any]) -> Sequenc
     return blocks
 
 
-def versions_of(source: Mapping[str, Any]) -> dict[str, str]:
+def versions_of(source: Fields) -> dict[str, str]:
     """Versions of programs, by name."""
     versions = source.get("versions")
     return {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {}
@@ -147,7 +148,7 @@ def command_line(argv: Sequence[str]) -> str:
 
 
 @titled(PREDICTED)
-def verify_part(run: Path, trace: Trace, summary: Mapping[str, Any], *, compute: bool) -> Sequence[Block]:
+def verify_part(run: Path, trace: Trace, summary: Fields, *, compute: bool) -> Sequence[Block]:
     """Every RL step predicted from the others: what `summary` has of it, else by `tltlab verify` where `compute`."""
     verification = summary.get("verify")
     if isinstance(verification, dict) and verification.get("steps"):
@@ -200,7 +201,7 @@ def waterfall_part(trace: Trace, *, compute: bool) -> Sequence[Block]:
     ]
 
 
-def _predictions(verification: Mapping[str, Any], source: str) -> Sequence[Block]:
+def _predictions(verification: Fields, source: str) -> Sequence[Block]:
     """The blocks that a result of `tltlab verify --json` makes."""
     rows = verification["steps"]
     median, worst = verification.get("median_error"), verification.get("worst_error")
@@ -442,7 +443,7 @@ def _timeline_picture(trace: Trace, step: int, *, median: bool) -> Picture:
 
 
 @titled("CUDA graphs")
-def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Sequence[Block]:
+def graphs_part(trace: Trace, graphs: Fields) -> Sequence[Block]:
     """CUDA graphs of the target's passes by draft depth, and captured graphs; `graphs` is the run's graphs.json."""
     table = trace.iterations
     if table is None or (table := table[table["graph"].notna()]).empty:
@@ -477,7 +478,7 @@ def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Sequence[Block]:
 
 
 @titled("Response lengths")
-def lengths_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Sequence[Block]:
+def lengths_part(trace: Trace, rows: Sequence[Fields]) -> Sequence[Block]:
     """How long responses were: the tail of the distribution, and percentiles per RL step, from `metrics.per_step`."""
     num = sum(row["num_responses"] for row in rows)
     if not num:
@@ -508,7 +509,7 @@ def lengths_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Sequence[Bl
 
 
 @titled("RL steps")
-def steps_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Sequence[Block]:
+def steps_part(trace: Trace, rows: Sequence[Fields]) -> Sequence[Block]:
     """A row per RL step, with the seconds of its stages; `rows` are those of `metrics.per_step`."""
     rows = steps_rows(trace, rows)
     if all(row["rollout_s"] is None for row in rows):
@@ -536,7 +537,7 @@ def steps_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Sequence[Bloc
     return blocks
 
 
-def steps_rows(trace: Trace, per_step: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def steps_rows(trace: Trace, per_step: Sequence[Fields]) -> list[dict[str, Any]]:
     """Each RL step's metrics next to the trace's own `steps`; None where unknown."""
     by_step = {} if trace.steps is None else {row["rl_step"]: row for row in json_rows(trace.steps)}
     rows = []
@@ -548,8 +549,8 @@ def steps_rows(trace: Trace, per_step: Sequence[Mapping[str, Any]]) -> list[dict
     return rows
 
 
-def _step_pictures(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
-    by_policy: dict[str, list[Mapping[str, Any]]] = {}
+def _step_pictures(rows: Sequence[Fields]) -> list[Block]:
+    by_policy: dict[str, list[Fields]] = {}
     for row in rows:
         by_policy.setdefault(row["policy"] or "rollout", []).append(row)
     note = (
@@ -563,7 +564,7 @@ def _step_pictures(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
 
 
 def _over_steps(
-    rows_of: Mapping[str, Sequence[Mapping[str, Any]]], key: str, ylabel: str, title: str, note: str = ""
+    rows_of: Mapping[str, Sequence[Fields]], key: str, ylabel: str, title: str, note: str = ""
 ) -> list[Block]:
     """A line for each name: a figure over RL steps, captioned by its ends unless there is a note; [] if it is unknown.
 

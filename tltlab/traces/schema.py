@@ -33,7 +33,7 @@ from tltlab.config import Count, FrozenModel, faults
 from tltlab.drafters.specs import DrafterTraits
 from tltlab.errors import TraceError
 from tltlab.files import read_text, replace_durably, sealed, unsealed
-from tltlab.records import Json, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.state import Key
 from tltlab.strategy import Strategy
 
@@ -103,7 +103,7 @@ Row = Json
 A value given for a column is the same for all rows, or a list or array with a value per row.
 """
 
-Rows: TypeAlias = "Sequence[Mapping[str, Any]] | pa.Table"
+Rows: TypeAlias = "Sequence[Fields] | pa.Table"
 """Rows of a table: a dict for each, or an Arrow table of its columns."""
 
 _NAMES = {name: tuple(schema.names) for name, schema in TABLES.items()}

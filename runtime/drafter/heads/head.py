@@ -65,7 +65,7 @@ class Attention(nn.Module):
     With `qk_norm` queries and keys are normed by head before they are rotated, as in Qwen3.
     """
 
-    def __init__(self, config: LlamaConfig, width: int, *, qk_norm: bool = False) -> None:
+    def __init__(self, config: LlamaConfig, width: int, *, qk_norm: bool = False):
         super().__init__()
         hidden, size, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, size
@@ -88,7 +88,7 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """A Llama decoder layer without its input norm, whose attention reads inputs `width` wide."""
 
-    def __init__(self, config: LlamaConfig, width: int, *, qk_norm: bool = False) -> None:
+    def __init__(self, config: LlamaConfig, width: int, *, qk_norm: bool = False):
         super().__init__()
         self.self_attn = Attention(config, width, qk_norm=qk_norm)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -115,7 +115,7 @@ class DrafterHead(nn.Module, ABC):
     def draft_ids(self) -> Tensor | None:
         return None
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
         self.rotary = LlamaRotaryEmbedding(config)
@@ -224,7 +224,7 @@ class EagleHead(DrafterHead):
 
     method = "eagle"
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig):
         super().__init__(config)
         self.layers = nn.ModuleList([Layer(config, config.hidden_size)])
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -240,7 +240,7 @@ class EagleHead(DrafterHead):
 class NormedLayer(Layer):
     """The decoder layer with the norms of its two inputs, embedding and state."""
 
-    def __init__(self, config: LlamaConfig, *, qk_norm: bool) -> None:
+    def __init__(self, config: LlamaConfig, *, qk_norm: bool):
         super().__init__(config, 2 * config.hidden_size, qk_norm=qk_norm)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -269,7 +269,7 @@ class Eagle3Head(DrafterHead):
         own_lm_head: bool = False,
         norms: frozenset[Norm] = frozenset(),
         qk_norm: bool = False,
-    ) -> None:
+    ):
         super().__init__(config)
         self.layers = nn.ModuleList([NormedLayer(config, qk_norm=qk_norm)])
         # vLLM hands over the states in rising order, independent of the config's.
@@ -378,7 +378,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 class MtpLayer(Layer):
     """A Qwen2 layer, with its input norm and biases of queries, keys and values alone, and the modules around it."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         super().__init__(config, hidden)
         self.input_layernorm = LlamaRMSNorm(hidden, eps=eps)
@@ -394,7 +394,7 @@ class MtpHead(DrafterHead):
 
     method = "mtp"
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig):
         config.attention_bias = True
         super().__init__(config)
         self.model = nn.ModuleDict({"mtp_layers": nn.ModuleList([MtpLayer(config)])})

@@ -92,7 +92,7 @@ def drafter_loss(
 class Chains:
     """Chains from rows of a batch, side by side, at first from all: each `step` makes one state per chain."""
 
-    def __init__(self, head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch) -> None:
+    def __init__(self, head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch):
         self.head, self.embedding, self.batch = head, frozen.embedding, batch
         lengths = torch.tensor(batch.lengths, dtype=torch.long, device=batch.token_ids.device)
         ends = lengths.cumsum(0)

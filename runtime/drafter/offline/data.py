@@ -238,7 +238,7 @@ class TargetStates:
     States that did not fit are recomputed each time. `computed` counts the tokens of all passes.
     """
 
-    def __init__(self, model: Any, aux_layers: Sequence[int], max_bytes: int) -> None:
+    def __init__(self, model: Any, aux_layers: Sequence[int], max_bytes: int):
         self.model, self.aux_layers, self.max_bytes = model, tuple(aux_layers), max_bytes
         self.nbytes = 0
         self.computed = 0
@@ -259,7 +259,7 @@ class TargetStates:
 class Epochs:
     """Texts in a random order, reshuffled each time all have been used, some tokens at a time."""
 
-    def __init__(self, texts: Sequence[PromptedText], states: TargetStates, rng: np.random.Generator) -> None:
+    def __init__(self, texts: Sequence[PromptedText], states: TargetStates, rng: np.random.Generator):
         self.texts, self.states, self._rng = list(texts), states, rng
         self._order: list[int] = []
 

@@ -63,7 +63,7 @@ class NullCapture(Observer):
 
     paused = False
 
-    def __init__(self, captured: Captured | None = None) -> None:
+    def __init__(self, captured: Captured | None = None):
         self._previous = captured or Captured()
 
     def scheduled(self, output: Any) -> None:
@@ -85,7 +85,7 @@ class Capture(NullCapture):
     Orders to its `RunnerCapture` are sent with the next iteration, or, when idle, in their own message.
     """
 
-    def __init__(self, executor: Any) -> None:
+    def __init__(self, executor: Any):
         self._executor = executor
         self._orders: list[tuple[str, tuple[Any, ...]]] = []
 
@@ -133,7 +133,7 @@ class RunnerCapture:
     ends the capture, not the engine.
     """
 
-    def __init__(self, runner: Any, sink: Sink, *, max_bytes: int, max_positions: int, max_tokens: int) -> None:
+    def __init__(self, runner: Any, sink: Sink, *, max_bytes: int, max_positions: int, max_tokens: int):
         self._runner = runner
         self._sink = sink
         self._store = RowStore(max_bytes, max_positions, self._expected)
@@ -326,7 +326,7 @@ class _HostCopies:
 class _PinnedCopies(_HostCopies):
     """Copies of iterations that leave a CUDA device while it samples and drafts, and land with their outputs."""
 
-    def __init__(self, device: torch.device, max_tokens: int) -> None:
+    def __init__(self, device: torch.device, max_tokens: int):
         self._stream = torch.cuda.Stream(device)
         self._max_tokens = max_tokens
         self._transfers: deque[tuple[_Batch, list[Tensor], Any] | None] = deque()
@@ -386,7 +386,7 @@ class RowStore:
     is one more than the highest position.
     """
 
-    def __init__(self, max_bytes: int, max_positions: int, expected: Expected = lambda request_ids, ends: ends) -> None:
+    def __init__(self, max_bytes: int, max_positions: int, expected: Expected = lambda request_ids, ends: ends):
         self.max_bytes = max_bytes
         self._expected = expected
         self.skipped = 0

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from tltlab.errors import ConfigError, RunError, one_line
+from tltlab.records import Fields
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, GenerationResponse
 from tltlab.runtime.engine.recording import finish_reason_of
 from tltlab.runtime.engine.weights import BucketSlots, MappedMemory, WeightBucket, write_adapter
@@ -43,11 +44,11 @@ def _without_collection() -> Iterator[None]:
 def start(
     model: str,
     *,
-    attachment: Mapping[str, Any],
-    planned: Mapping[str, Any],
+    attachment: Fields,
+    planned: Fields,
     on_host: bool,
     seed: int,
-    vllm_args: Mapping[str, Any],
+    vllm_args: Fields,
 ) -> tuple[Any, bool]:
     """Start a `vllm.LLM` with the policy scheduler; return it, and True if it takes drafts. ConfigError if it fails.
 
@@ -72,7 +73,7 @@ def start(
         return llm, not config.scheduler_config.async_scheduling and not config.use_v2_model_runner
 
 
-def engine_arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
+def engine_arguments(seed: int, vllm_args: Fields) -> dict[str, Any]:
     """Return vLLM's arguments with tltlab's defaults; set the environment variables that go with them."""
     for capability in ("policies", "own engines"):
         if without := missing(capability):
@@ -111,7 +112,7 @@ def engine_arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
     return args
 
 
-def _build(model: str, args: Mapping[str, Any]) -> Any:
+def _build(model: str, args: Fields) -> Any:
     import vllm
 
     if vllm.envs.VLLM_PLUGINS is not None and "tltlab" not in vllm.envs.VLLM_PLUGINS:
@@ -310,7 +311,7 @@ class WeightUpdates:
     `unusable` then has the reason, empty otherwise, and `refused` is vLLM's error. `version` was loaded last.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any):
         self.unusable = ""
         self.refused: RunError | None = None
         self.version = ""
@@ -318,7 +319,7 @@ class WeightUpdates:
         """The LoRARequest of requests."""
         self._llm = llm
 
-    def join(self, way: str, init_info: Mapping[str, Any]) -> None:
+    def join(self, way: str, init_info: Fields) -> None:
         """Join a trainer's group of vLLM's backend `way`; `init_info` comes from its `transfer.DeviceSender`."""
         self._llm.init_weight_transfer_engine({"init_info": {"backend": way, "info": dict(init_info)}})
 
@@ -375,7 +376,7 @@ class AdapterUpdates(WeightUpdates):
     vLLM's sessions.
     """
 
-    def __init__(self, llm: Any, model: str, alpha: int) -> None:
+    def __init__(self, llm: Any, model: str, alpha: int):
         super().__init__(llm)
         self._model, self._alpha = model, alpha
         self._folder = Path(scratch_folder("lora"))

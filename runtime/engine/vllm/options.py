@@ -16,6 +16,7 @@ from tltlab.config import FrozenModel, faults_in
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, check_sampled_drafts
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.policies.policy import Policy, PolicySource, load_policy
+from tltlab.records import Fields
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import GraphPlan, parts_of, plan_graphs
@@ -259,7 +260,7 @@ class Variables(FrozenModel):
         with faults_in(OPTIONS):
             return EngineOptions.model_validate(value)
 
-    def engine_options(self, async_scheduling: bool | None, speculative: Mapping[str, Any] | None = None) -> Arguments:
+    def engine_options(self, async_scheduling: bool | None, speculative: Fields | None = None) -> Arguments:
         """Return `vllm_options` for an engine whose program sets `async_scheduling`, None where it does not.
 
         Where the program speculates by itself with a learned drafter (`speculative` is its speculative_config), that
@@ -297,7 +298,7 @@ class Variables(FrozenModel):
 _LEARNED = get_args(LearnedSpec.model_fields["method"].annotation)
 
 
-def _learned(speculative: Mapping[str, Any]) -> LearnedSpec | None:
+def _learned(speculative: Fields) -> LearnedSpec | None:
     """Return the learned drafter of vLLM's speculative_config, None where it is of another kind."""
     if speculative.get("method") not in _LEARNED or "num_speculative_tokens" not in speculative:
         return None
@@ -314,7 +315,7 @@ def _policy(text: str) -> Policy:
         raise ConfigError(f"{POLICY}: {error}{folder}") from error
 
 
-def engine_settings(speculative: Mapping[str, Any] | None, graphs: GraphPlan | None) -> Arguments:
+def engine_settings(speculative: Fields | None, graphs: GraphPlan | None) -> Arguments:
     """Return vLLM's arguments for drafting and, where they are planned, for CUDA graphs."""
     if graphs is not None:
         return graphs.engine_settings(speculative)
@@ -327,7 +328,7 @@ def scheduler_cls(overlapped: bool | None) -> str:
     return f"{_HERE}.scheduler.{name}"
 
 
-def speculative_config(drafters: Mapping[str, Any], depth: int) -> Arguments | None:
+def speculative_config(drafters: Fields, depth: int) -> Arguments | None:
     """Return vLLM's speculative_config for the learned drafter among `drafters`, or for model-free ones alone."""
     if not depth:
         return None

@@ -107,7 +107,7 @@ class SkippedDrafting:
     a skipped iteration. `plain`: the iteration under way neither verifies drafts nor makes any.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any):
         drafter: Any = getattr(runner, "drafter", None)
         can_skip = drafter is not None and not runner.model_config.is_hybrid
         self.always = can_skip and isinstance(drafter, NoProposer)
@@ -212,7 +212,7 @@ def _skipping_of(runner: Any) -> SkippedDrafting:
 class NoProposer:
     """A `custom_class` proposer that drafts nothing: model-free drafts are made next to the scheduler."""
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: Any):
         pass
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

@@ -79,7 +79,7 @@ class Watch:
     count its new tokens.
     """
 
-    def __init__(self, scheduler: Any, control: Control, settings: Attachment) -> None:
+    def __init__(self, scheduler: Any, control: Control, settings: Attachment):
         self.scheduler = scheduler
         scheduler.control = control
         self.recording: LiveRecording | None = _starting_to_record().call(_recording, scheduler, control, settings)
@@ -362,7 +362,7 @@ class _Hooks:
     With a `recording` the methods are unwrapped when that ends, also by an error in it.
     """
 
-    def __init__(self, watch: Watch, guard: Guard, recording: LiveRecording | None = None) -> None:
+    def __init__(self, watch: Watch, guard: Guard, recording: LiveRecording | None = None):
         self._watch, self._scheduler = watch, watch.scheduler
         self._guard, self._recording = guard, recording
         # By method: the object's own attribute before, None for its class's method, and the wrapper.
@@ -472,7 +472,7 @@ class PolicyScheduler(Scheduler):
     ConfigError without a policy, where engine and scheduler differ in asynchronous scheduling, and by `check_engine`.
     """
 
-    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any):
         begins, continues = "tltlab raised", "the engine continues without a policy, a recording or a capture"
         self.guard = Guard(begins, continues, self._give_up)
         self._check_class(vllm_config)

@@ -2,14 +2,14 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from tltlab.errors import ConfigError, RunError, one_line
-from tltlab.records import Json, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 
 from . import on_cpu, starting, uncompiled
@@ -22,7 +22,7 @@ _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 class PlainStock:
     """A `vllm.LLM` in this process with an `Engine`'s arguments, vLLM's own scheduler and no speculation; close it."""
 
-    def __init__(self, model: str, *, seed: int = 0, vllm_args: Mapping[str, Any]) -> None:
+    def __init__(self, model: str, *, seed: int = 0, vllm_args: Fields):
         with starting():
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             args = engine_arguments(seed, vllm_args)
@@ -109,7 +109,7 @@ class StockEngine:
 
     def __init__(
         self, target: str | Path, drafter: str | Path, *, method: str, depth: int, max_model_len: int, seed: int = 0
-    ) -> None:
+    ):
         self._cpu = cpu = on_cpu()
         # As for tltlab's engines: ten prompts do not need 92 % of the memory and minutes of compilation.
         cpu_arguments = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}

@@ -63,7 +63,7 @@ def local_weight_transfer() -> type:
         init_info_cls = LocalInit
         update_info_cls = LocalUpdate
 
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args: Any):
             super().__init__(*args)
             self._mapped = MappedMemory()
             self._device: Any = None
@@ -133,7 +133,7 @@ def local_weight_transfer() -> type:
 class DeviceSender:
     """A trainer rank's side of vLLM's backends; the group is formed anew whenever the set of engines changes."""
 
-    def __init__(self, source: WeightSource, rank: int, transport: WeightTransport) -> None:
+    def __init__(self, source: WeightSource, rank: int, transport: WeightTransport):
         self.source, self.rank, self.transport = source, rank, transport
         self._members: tuple[Any, ...] = ()
         self._sender: Any = None
