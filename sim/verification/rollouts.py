@@ -123,9 +123,9 @@ class Verification(Errors):
     @property
     def worst_step(self) -> str:
         """Why the step with the largest error has it: what the machine's speed leaves of that."""
-        at = self.rows["error"].abs().idxmax()
-        known, ratio = self.errors_at_step_time[at], self.rows["step_time_ratio"][at]
-        return f"{known:.1%} in the worst, RL step {self.rows['rl_step'][at]}, whose iterations took {ratio:.2f}x"
+        at = int(self.rows["error"].abs().argmax())
+        known, row = self.errors_at_step_time.iloc[at], self.rows.iloc[at]
+        return f"{known:.1%} in the worst, RL step {row['rl_step']}, whose iterations took {row['step_time_ratio']:.2f}x"
 
     def json(self) -> Json:
         """The keys of `tltlab verify --json`."""

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import open_unpacked, parse_json
 from tltlab.records import Fields
+from tltlab.traces.storage import MOST_ROWS
 
 from .fields import of_many
-from .rows import MOST_ROWS, TABLES, ending, rows_of, separator_of, whole_json
+from .rows import TABLES, ending, rows_of, separator_of, whole_json
 from .step_metrics import ANY, FORMS, KNOWN, LEARNING, Form, Record, plain_key
 
 EVENT_FILES = "events.out.tfevents*"
@@ -347,7 +348,8 @@ def from_fields(
 
 def _record(rl_step: int | None, place: str, fields: Fields) -> Iterator[Record]:
     """A record of those fields that are known and have a value, where there are any."""
-    values, learning = {}, {}
+    values: dict[str, float] = {}
+    learning: dict[str, float] = {}
     for key, content in fields.items():
         name = None if isinstance(content, bool) else plain_key(key)
         more = key.removeprefix("train/")

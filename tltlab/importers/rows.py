@@ -4,7 +4,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import field
 from itertools import chain, count, pairwise
@@ -160,7 +160,7 @@ def table_of(path: Path, most_rows: int | None = None) -> pd.DataFrame:
     return frame
 
 
-def check_unique(source: object, names: Sequence[Any]) -> None:
+def check_unique(source: object, names: Any) -> None:
     """Raise TraceError for a column that is there twice."""
     if (twice := pd.Index(names).duplicated()).any():
         raise TraceError(f"{source}: column {names[int(np.argmax(twice))]!r} is there twice")
