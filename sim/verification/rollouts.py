@@ -125,7 +125,8 @@ class Verification(Errors):
         """Why the step with the largest error has it: what the machine's speed leaves of that."""
         at = int(self.rows["error"].abs().argmax())
         known, row = self.errors_at_step_time.iloc[at], self.rows.iloc[at]
-        return f"{known:.1%} in the worst, RL step {row['rl_step']}, whose iterations took {row['step_time_ratio']:.2f}x"
+        slower = row["step_time_ratio"]
+        return f"{known:.1%} in the worst, RL step {row['rl_step']}, whose iterations took {slower:.2f}x"
 
     def json(self) -> Json:
         """The keys of `tltlab verify --json`."""
