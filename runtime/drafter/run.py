@@ -103,94 +103,33 @@ TRAINING = "drafter_training.safetensors"
 Rows = dict[str, list[dict[str, Any]]]
 
 
-class Drafting:
-    """The drafter of a run, called from one thread in the order of an RL step, `start` to `close`; here none."""
+class NoDrafting:
+    """In place of a `DrafterRun` where a run trains no drafter: its methods do nothing."""
 
-    head: str | Path = ""
-    """Folder of the weights that engines load when they start."""
+    head = ""
 
-    def prepare(self) -> None:
-        """Create the files that engines read when they start."""
-
-    def feed(self, worker: int) -> str | None:
-        """Return the address to which worker `worker`'s engine sends its responses; None for none."""
-        return None
-
-    def start(self, workers: Sequence[Any], frozen: Callable[[], Any], ask: Callable[..., list[Any]]) -> None:
-        """Start the trainers, once engines and the policy's trainer run; engines get the drafter in service, if any.
-
-        An item of `workers` is replaced when its worker is restarted; `rejoin` follows. `frozen()` is a reference to a
-        `FrozenTarget`. `ask(method, ...)` calls every worker, and repeats the call on one that fails in it.
-        """
-
-    def rejoin(self, worker: int) -> None:
-        """Give the engine of the restarted worker `worker` the drafter in service."""
-
-    def rollout_starts(self, rl_step: int) -> None:
-        """Begin the rollout of `rl_step`: idle workers may train from now on, if the schedule permits it."""
-
-    def worker_idle(self, worker: int) -> None:
-        """Note that a worker has no request of this rollout left; from any thread."""
-
-    def rollout_ends(self, rl_step: int) -> None:
-        """End the rollout: on return no trainer trains on a worker's device."""
-
-    def annotate(self) -> None:
-        """Begin to compute the acceptance of drafters of several ages on the rollout that has ended."""
-
-    def publish(self, rl_step: int) -> None:
-        """Make engines draft with the newest good weights from now on: the policy has changed; `rl_step` is next.
-
-        Engines are awake, and still have the policy's previous weights.
-        """
-
-    def target_moved(self) -> None:
-        """Note that the engines have the policy's new weights."""
-
-    def rewind(self, rl_step: int, state: Fields, folder: Path | None) -> None:
-        """Restore the drafter of `rl_step`: the run repeats it and later RL steps.
-
-        `state` is the result of `state_dict` at that time, and `folder` the folder of its tensors. A run that is back
-        at its start has no folder, and `state` is from before `start`. Engines have restored their learned state
-        already.
-        """
-
-    def rows(self, rl_step: int, *, rollout_s: float = 0.0, tokens: int = 0) -> Rows:
-        """Return rows for the trace's tables of the RL step that has just ended; of `steps` only some columns.
-
-        Its rollout took `rollout_s` seconds, its wait for trainers included, for `tokens` tokens.
-        """
+    def rows(self, rl_step: int, **_: Any) -> Rows:
         return {}
 
     def memory(self) -> list[ProcessMemory]:
-        """Return the memory of the processes that train the drafter."""
         return []
 
-    def summary(self) -> dict[str, Any] | None:
-        """Return the drafter's part of the run's summary."""
-        return None
-
-    def save(self) -> None:
-        """Write the newest good drafter next to the run's checkpoints."""
-
     def state_dict(self, folder: Path) -> dict[str, Any]:
-        """Return the state to continue from, between two RL steps, as JSON types; tensors go into `folder`.
-
-        Before `start` there are no tensors.
-        """
         return {}
 
-    def load_state_dict(self, state: Fields, folder: Path) -> None:
-        """Continue from the result of `state_dict`, before `start`. ConfigError where it is of another kind of run."""
+    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
         if state:
             raise ConfigError(f"{folder} is of a run that trains a drafter, and this recipe has no [drafter]")
 
-    def close(self) -> None:
-        """End the trainers; safe to call at any time."""
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return lambda *_, **__: None
 
 
-class DrafterRun(Drafting):
-    """A `Drafting` by a recipe's `[drafter]`; its heads and checkpoints go below `out`.
+class DrafterRun:
+    """The drafter of a recipe's `[drafter]`; its heads and checkpoints go below `out`.
+
+    It is called from one thread in the order of an RL step, `start` to `close`. `head` is the folder of the weights
+    that engines load when they start.
 
     `served` is the drafter in service, `watch` the canaries' verdicts on it, `training` trains the next one, by the
     `schedule`. `drafts`: True if the policy that the run begins with ever drafts with it.
@@ -216,6 +155,7 @@ class DrafterRun(Drafting):
         return self._training
 
     def prepare(self) -> None:
+        """Create the files that engines read when they start."""
         self._sockets = scratch_folder("d")
         if len(str(self._sockets)) > MOST_LETTERS:
             raise ConfigError(f"{self._sockets} is too long for a socket's address: set TMPDIR to a shorter folder")
@@ -231,9 +171,15 @@ class DrafterRun(Drafting):
             self.events.note(f"{self.recipe.rollout.chosen_by} never drafts with {name!r}: it is trained and not used")
 
     def feed(self, worker: int) -> str:
+        """Return the address to which the engine of a worker sends its responses."""
         return f"ipc://{self._sockets}/feed-{worker}"
 
     def start(self, workers: Sequence[Any], frozen: Callable[[], Any], ask: Callable[..., list[Any]]) -> None:
+        """Start the trainers, once engines and the policy's trainer run; engines get the drafter in service, if any.
+
+        An item of `workers` is replaced when its worker is restarted; `rejoin` follows. `frozen()` is a reference to a
+        `FrozenTarget`. `ask(method, ...)` calls every worker, and repeats the call on one that fails in it.
+        """
         self._workers, self._frozen, self._ask_engines = workers, frozen, ask
         self._start_training()
         self._serve(ask)
@@ -252,6 +198,7 @@ class DrafterRun(Drafting):
             self._training.close()
 
     def rejoin(self, worker: int) -> None:
+        """Give the engine of the restarted worker `worker` the drafter in service."""
         if self._training is not None:
             handle = self._workers[worker]
             self._serve(lambda method, *args: get(getattr(handle, method).remote(*args)))
@@ -264,6 +211,7 @@ class DrafterRun(Drafting):
             ask("update_draft_weights", ray.put(served.weights), list(served.predicted), served.updates)
 
     def rollout_starts(self, rl_step: int) -> None:
+        """Begin the rollout of `rl_step`: idle workers may train from now on, if the schedule permits it."""
         trusted = self.watch.look(self._ask_engines("ask_engine", "drafter_report"))
         served = self.served
         age = rl_step - served.published
@@ -273,15 +221,22 @@ class DrafterRun(Drafting):
         self.training.rollout_starts(rl_step, train=decision.train)
 
     def worker_idle(self, worker: int) -> None:
+        """Note that a worker has no request of this rollout left; from any thread."""
         self.training.worker_idle(worker)
 
     def rollout_ends(self, rl_step: int) -> None:
+        """End the rollout: on return no trainer trains on a worker's device."""
         self.training.rollout_ends(rl_step)
 
     def annotate(self) -> None:
+        """Begin to compute the acceptance of drafters of several ages on the rollout that has ended."""
         self._annotating = self.training.ask("annotate")
 
     def publish(self, rl_step: int) -> None:
+        """Make engines draft with the newest good weights from now on: the policy has changed; `rl_step` is next.
+
+        Engines are awake, and still have the policy's previous weights.
+        """
         annotated = self.training.collect(self._annotating)
         reports: dict[int, TrainerReport] = self.training.answers("report", self.schedule.config.kind == "gated")
         rows = self.training.rows(rl_step - 1, reports)
@@ -352,9 +307,16 @@ class DrafterRun(Drafting):
         return passes
 
     def target_moved(self) -> None:
+        """Note that the engines have the policy's new weights."""
         self.training.set_target(self._frozen())
 
-    def rewind(self, rl_step: int, state: Fields, folder: Path | None) -> None:
+    def rewind(self, rl_step: int, state: Mapping[str, Any], folder: Path | None) -> None:
+        """Restore the drafter of `rl_step`: the run repeats it and later RL steps.
+
+        `state` is the result of `state_dict` at that time, and `folder` the folder of its tensors. A run that is back
+        at its start has no folder, and `state` is from before `start`. Engines have restored their learned state
+        already.
+        """
         self._stop_training()
         updates = self.served.updates
         self._restore(state, folder)
@@ -367,15 +329,21 @@ class DrafterRun(Drafting):
         self._start_training()
 
     def rows(self, rl_step: int, *, rollout_s: float = 0.0, tokens: int = 0) -> Rows:
+        """Return rows for the trace's tables of the RL step that has just ended; of `steps` only some columns.
+
+        Its rollout took `rollout_s` seconds, its wait for trainers included, for `tokens` tokens.
+        """
         length, drafts = self.watch.accept_length, self.watch.drafts
         self.schedule.rollout_done(rl_step, length, drafts=drafts, rollout_s=rollout_s, tokens=tokens)
         rows, self._rows = self._rows, {}
         return rows | {"steps": [self._in_service]}
 
     def memory(self) -> list[ProcessMemory]:
+        """Return the memory of the processes that train the drafter."""
         return list(self.training.answers("memory").values())
 
-    def summary(self) -> dict[str, Any] | None:
+    def summary(self) -> dict[str, Any]:
+        """Return the drafter's part of the run's summary."""
         return {"name": self.config.name, "updates": self.served.updates, "swaps": self.served.swaps}
 
     def save(self) -> None:
@@ -398,7 +366,8 @@ class DrafterRun(Drafting):
         parts = self.served.state_dict(folder) | self.watch.state_dict()
         return {"name": self.config.name, "schedule": self.schedule.state_dict(), **parts}
 
-    def load_state_dict(self, state: Fields, folder: Path) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Continue from the result of `state_dict`, before `start`. ConfigError where it is of another kind of run."""
         if state.get("name") != self.config.name:
             raise ConfigError(
                 f"{folder} is of a run with {state.get('name') or 'no'} drafter, and this recipe trains "
@@ -414,6 +383,7 @@ class DrafterRun(Drafting):
         self._data = folder and folder.resolve()
 
     def close(self) -> None:
+        """End the trainers; safe to call at any time."""
         self._stop_training()
         for partial in self.out.glob("worker-*/.state.*"):
             shutil.rmtree(partial, ignore_errors=True)
@@ -421,11 +391,14 @@ class DrafterRun(Drafting):
             shutil.rmtree(self._sockets, ignore_errors=True)
 
 
+Drafting = DrafterRun | NoDrafting
+
+
 def drafter_of(recipe: Recipe, policy: Policy, out: Path, events: RunEvents) -> Drafting:
     """Return the drafter that a recipe trains. ConfigError where that cannot be run."""
     config = recipe.drafter
     if config is None:
-        return Drafting()
+        return NoDrafting()
     if config.checkpoint is not None:
         head = load_head(config.checkpoint, target=recipe.model)
         if head.method != config.loss.method:

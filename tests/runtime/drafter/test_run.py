@@ -31,7 +31,7 @@ from tltlab.runtime.drafter.heads.kinds import new_head
 from tltlab.runtime.drafter.heads.layouts import load_head
 from tltlab.runtime.drafter.run import (
     DrafterRun,
-    Drafting,
+    NoDrafting,
     drafter_of,
     machine_addresses,
 )
@@ -295,7 +295,7 @@ def test_a_drafter_continues_from_a_checkpoint(story, tmp_path):
         with refused(ConfigError):
             resumed.load_state_dict({}, saved)
         with refused(ConfigError, naming=("[drafter]",)):
-            Drafting().load_state_dict(state, saved)
+            NoDrafting().load_state_dict(state, saved)
         (saved / "drafter.safetensors").write_bytes(b"cut")
         with refused(ConfigError):
             resumed.load_state_dict(state, saved)

@@ -12,7 +12,7 @@ from tltlab.planning.beliefs import LengthBelief
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.data.prompts import Prompt
-from tltlab.runtime.drafter.run import Drafting
+from tltlab.runtime.drafter.run import NoDrafting
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.rollout.rewards import Scored
 from tltlab.runtime.run.checkpoints import RunCheckpoints
@@ -79,7 +79,7 @@ def begun(out, policy, log, folder=None):
     run = GrpoRun.__new__(GrpoRun)
     run.out, run.recipe, run.policy, run.state = out, small_recipe(), policy, RunState()
     run.checkpoints, run.data = RunCheckpoints(out / "checkpoints", 2), AcceptedDrafts({"order": {}, "rollouts": {}})
-    run.drafting, run.events, run._recorder = Drafting(), RunEvents(out / "events.jsonl"), Asked([])
+    run.drafting, run.events, run._recorder = NoDrafting(), RunEvents(out / "events.jsonl"), Asked([])
     run._replay, run._restarts, run._origin_drafter, run.actors = None, 0, {}, Actors(log)
     run.pool, run.trainers = run.actors.pool, run.actors.trainers
     run.state.in_force(policy)
@@ -192,7 +192,7 @@ def test_trainers_that_die_at_their_start_start_again(tmp_path):
         starts.append(True)
         raise TrainerDied("killed")
 
-    actors = RunActors(small_recipe(), PLAIN, Drafting(), RunEvents(tmp_path / "events.jsonl"))
+    actors = RunActors(small_recipe(), PLAIN, NoDrafting(), RunEvents(tmp_path / "events.jsonl"))
     actors.trainers = SimpleNamespace(handles=[], restart=die)
     for engines_failed, most in ((False, 1 + small_recipe().faults.max_restarts), (True, 1)):
         actors._given_up = engines_failed
@@ -204,7 +204,7 @@ def test_trainers_that_die_at_their_start_start_again(tmp_path):
 
 @pytest.mark.parametrize("transport", ["ipc", "host"])
 def test_engines_wake_once_trainers_have_released_their_device(tmp_path, transport):
-    actors = RunActors(small_recipe(), PLAIN, Drafting(), RunEvents(tmp_path / "events.jsonl"))
+    actors = RunActors(small_recipe(), PLAIN, NoDrafting(), RunEvents(tmp_path / "events.jsonl"))
     actors._colocated, actors._transport = True, transport
     calls = Mock(**{"pool.all_alive": True})
     actors.pool, actors.trainers = calls.pool, calls.trainers
