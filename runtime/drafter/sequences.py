@@ -7,8 +7,9 @@ Sequences are packed without padding: attention and positions are per sequence (
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -76,8 +77,7 @@ class TrainingSequence:
     @property
     def nbytes(self) -> int:
         """Bytes on the host."""
-        tensors = [self.token_ids, self.hidden] + ([] if self.aux is None else [self.aux])
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.nbytes for t in (self.token_ids, self.hidden, self.aux) if t is not None)
 
     def stretch(self, start: int, rows: int) -> TrainingSequence:
         """Return `rows` rows from row `start` on: a view."""
@@ -99,7 +99,7 @@ class TrainingSequence:
 
 def _own(tensor: Tensor) -> Tensor:
     host = tensor.detach().cpu()
-    return host if host.untyped_storage().nbytes() == host.numel() * host.element_size() else host.clone()
+    return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
 
 
 @frozen
@@ -137,23 +137,19 @@ def pack(sequences: Sequence[TrainingSequence], device: torch.device | str = "cp
     """
     assert sequences, "nothing to pack"
     packed = [s for s in sequences if s.num_rows >= 2]
-    lengths = tuple(s.num_rows - 1 for s in packed)
+
+    def joined(part: Callable[[TrainingSequence], Tensor], dtype: torch.dtype) -> Tensor:
+        # Without a sequence of two states there is nothing, of the right width.
+        return torch.cat([part(sequences[0])[:0], *map(part, packed)]).to(device, dtype)
+
     with_aux = all(s.aux is not None for s in sequences)
-
-    def joined(parts: list[Tensor], like: Tensor) -> Tensor:
-        return torch.cat(parts) if parts else like[:0]
-
-    first = sequences[0]
-    steps = [torch.arange(length) for length in lengths]
-    aux = [s.aux[:-1] for s in packed if s.aux is not None] if with_aux else []
-    numbers = torch.arange(0)
     return PackedBatch(
-        token_ids=joined([s.token_ids[1:-1] for s in packed], first.token_ids).long().to(device),
-        next_token_ids=joined([s.token_ids[2:] for s in packed], first.token_ids).long().to(device),
-        hidden=joined([s.hidden[:-1] for s in packed], first.hidden).to(device, torch.float32),
-        next_hidden=joined([s.hidden[1:] for s in packed], first.hidden).to(device, torch.float32),
-        aux=joined(aux, first.aux).to(device, torch.float32) if with_aux and first.aux is not None else None,
-        positions=joined([s.first_position + t for s, t in zip(packed, steps, strict=True)], numbers).to(device),
-        mask=joined([t + 2 >= s.prompt_tokens for s, t in zip(packed, steps, strict=True)], numbers.bool()).to(device),
-        lengths=lengths,
+        token_ids=joined(lambda s: s.token_ids[1:-1], torch.long),
+        next_token_ids=joined(lambda s: s.token_ids[2:], torch.long),
+        hidden=joined(lambda s: s.hidden[:-1], torch.float32),
+        next_hidden=joined(lambda s: s.hidden[1:], torch.float32),
+        aux=joined(lambda s: cast(Tensor, s.aux)[:-1], torch.float32) if with_aux else None,
+        positions=joined(lambda s: s.first_position + torch.arange(s.num_rows)[:-1], torch.long),
+        mask=joined(lambda s: torch.arange(s.num_rows)[:-1] + 2 >= s.prompt_tokens, torch.bool),
+        lengths=tuple(s.num_rows - 1 for s in packed),
     )

@@ -535,7 +535,7 @@ class DataBuffer:
         tensors = [t for t in (sequence.token_ids, sequence.hidden, sequence.aux) if t is not None]
         # One more token than rows: below 0 if not even a token fits.
         token = sequence.token_ids.element_size()
-        most = (self.config.max_bytes - token) // sum(t[:1].numel() * t.element_size() for t in tensors)
+        most = (self.config.max_bytes - token) // sum(t[:1].nbytes for t in tensors)
         if most < sequence.num_rows:
             sequence = sequence.stretch(sequence.num_rows - max(most, 0), max(most, 0))
         if not sequence.teaches or self._too_old(sequence.rl_step):
