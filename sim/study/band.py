@@ -35,13 +35,17 @@ from tltlab.traces.trace import Trace
 from .study import Cell, Study
 
 LEVEL = 0.9
-Source = Literal["costs", "acceptance", "engine", "lengths", "responses"]
+Source = Literal["costs", "acceptance", "engine", "lengths", "responses", "prompts", "longest", "depth", "context"]
 WORDS: dict[Source, str] = {
     "costs": "cost-model error",
     "acceptance": "acceptance",
     "engine": "choice of engine",
     "lengths": "response lengths",
     "responses": "responses per RL step",
+    "prompts": "prompt lengths",
+    "longest": "longest response",
+    "depth": "depth of the log's drafts",
+    "context": "context that the drafter was trained at",
 }
 UNMEASURED, FITTED = 0.7, 0.3
 """Errors of speed-ups and of seconds, as factors less 1, where the costs state none: without data behind them, and of

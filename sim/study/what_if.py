@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -19,13 +20,14 @@ from tltlab.acceptance.freshness import FreshAcceptance, drafter_states
 from tltlab.acceptance.load import DEFAULT, DEFAULTS, EARLIER, WITH_EPOCHS, load_acceptance, with_drafter
 from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.calibration.acceptance import fit_kind
+from tltlab.calibration.logged import DRAFTED, MOST_DEPTH, LoggedDrafting
 from tltlab.costs.deployment import GPUS
 from tltlab.costs.profiles import profiles
 from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
 from tltlab.importers.rows import Reading
 from tltlab.importers.sources import Format, Imported, TraceSource, read_lengths
-from tltlab.importers.step_metrics import ASSUMED_RESPONSES, DEFAULT_RESPONSES, SEVERAL_TURNS
+from tltlab.importers.step_metrics import ASSUMED_RESPONSES, DEFAULT_RESPONSES, SEVERAL_TURNS, UNKNOWN_LONGEST
 from tltlab.options import option
 from tltlab.planning.composition import System
 from tltlab.planning.system_binding import BoundSystem
@@ -43,7 +45,7 @@ from tltlab.state import DrafterState
 from tltlab.stats import Interval, format_speed_up, interval_ends, paired_speed_up
 from tltlab.traces.trace import Manifest, Trace, file_of_run
 
-from .band import Band, InputErrors, SpeedUp, Times, bands
+from .band import WORDS, Band, InputErrors, Source, SpeedUp, Times, bands
 from .logged import LoggedRun, Running
 from .reduce import Comparison, compared, comparison, intervals_of, next_line
 from .sample import Scenarios, small
@@ -57,8 +59,10 @@ LEAST, MOST = 0.5, 0.85
 """Acceptance values that are also tried where none was measured."""
 MANY_CUT = 0.2
 """Share of cut responses above which the verdict is about the cap."""
-COUNTS = (16, 2048)
-"""Responses per RL step that are also tried where nothing states their number."""
+COUNTS, PROMPT_TOKENS, TRAINED_AT, MOVES = (16, 2048), 1024, "2k", 0.02
+"""Responses per RL step, prompt lengths, and the context at which a drafter was trained, that are also tried where
+nothing states them; an assumption is named where one of these moves the speed-up by more than `MOVES`.
+"""
 WITHOUT_TRAINING, WITH_TRAINING = "without_training", "with_training"
 
 
@@ -67,9 +71,9 @@ class Answer(SpeedUp):
     """The best table of one drafter, and its speed-up over plain decoding.
 
     `placement_gain` is the rollout's time over that under a placement by expected lengths, `gather_gain` that under the
-    planner `gather` (1 where none can be simulated), `by_responses` the speed-up of the rollout at other numbers of
-    responses per RL step, where that is assumed, `accept` the chance that a
-    drafted token is accepted, None where it is not the same for all, and `acceptance` what was granted in words.
+    planner `gather` (1 where none can be simulated), `by_assumption` the speed-up of the rollout with other values of
+    what is assumed, `accept` the chance that a drafted token is accepted, None where it is not the same for all, and
+    `acceptance` what was granted in words.
     """
 
     drafter: str
@@ -80,7 +84,7 @@ class Answer(SpeedUp):
     gather_gain: float
     accept: float | None
     acceptance: Mapping[str, str]
-    by_responses: Mapping[int, float] = field(default_factory=dict)
+    by_assumption: Mapping[Source, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def rows(self) -> tuple[Any, ...]:
@@ -310,10 +314,12 @@ class WhatIf:
             effect = f"with {' or '.join(evidence.other_engines)} rollout {ends[0]:.2f}x to {ends[1]:.2f}x"
             version = profiles().engines[evidence.engine].versions
             assume("engine", f"{evidence.engine} ({version})", effect, *ends)
-        if others := self.best.by_responses:
-            effect = ", ".join(f"with {num} rollout {ratio:.2f}x" for num, ratio in others.items())
-            assume("responses per RL step", str(DEFAULT_RESPONSES), effect, *others.values())
         for answer in self.answers:
+            for name, others in answer.by_assumption.items():
+                moved = max(abs(ratio / answer.band.estimate - 1.0) for ratio in others.values()) > MOVES
+                if moved and (answer is self.best or name == "context"):
+                    effect = ", ".join(f"with {value} rollout {ratio:.2f}x" for value, ratio in others.items())
+                    assume(WORDS[name], self._taken[name], effect, *others.values())
             for drafter, text in answer.acceptance.items():
                 if f"({DEFAULT}" in text:
                     ends = answer.band.of_input("acceptance")
@@ -329,6 +335,14 @@ class WhatIf:
         noted = [note for note in self.notes if not note.startswith(("acceptance: ", SEVERAL_TURNS))]
         rows = [row for _, row in sorted(found, key=lambda each: each[0])]
         return rows + [{"what": note, "value": None, "effect": None} for note in noted]
+
+    @property
+    def _taken(self) -> dict[Source, str]:
+        """The values of what may be assumed."""
+        drafting, longest = self.logged.drafting, int(self.trace.workload["max_response_tokens"].max())
+        depth = "" if drafting is None else f"{drafting.strategy}, from {drafting.depth_from}"
+        values: dict[Source, str] = {"responses": str(DEFAULT_RESPONSES), "prompts": "0 tokens", "depth": depth}
+        return values | {"longest": f"{longest} tokens", "context": "longer than any response"}
 
     def timelines(self) -> tuple[Trace, Trace]:
         """Simulate the RL step of median rollout time without speculation and under the policy that was found."""
@@ -571,12 +585,36 @@ def what_if(
         systems=compared_with if verl in compared_with else [verl, *compared_with], block=decision_interval(trace),
     )  # fmt: skip
     found = logged.scenarios.answer(ask.answer, ask.is_enough)
-    if any(note.endswith(ASSUMED_RESPONSES) for note in source.notes):
-        others = {num: read_lengths(lengths, replace(reading, responses=num), form).trace for num in COUNTS}
-        runs = {num: LoggedRun.of(Scenarios(other, config)) for num, other in others.items()}
-        found = replace(found, answers=tuple(ask.at_counts(found, answer, runs) for answer in found.answers))
+    others = _others(source, config, lambda **facts: read_lengths(lengths, replace(reading, **facts), form).trace)
+    found = replace(found, answers=tuple(ask.with_others(found, answer, others) for answer in found.answers))
     training = drafter_training(trace, found.scenario)
     return replace(found, training=training, wall_s=time.perf_counter() - started)
+
+
+def _others(source: Imported, config: WhatIfConfig, read: Callable[..., Trace]) -> dict[Source, dict[str, LoggedRun]]:
+    """What is asked of with other values of each assumption; `read` reads the lengths again with other facts."""
+    trace, drafting = source.trace, LoggedDrafting.of(source.trace)
+    traces: dict[Source, dict[str, Trace]] = {}
+    if any(note.endswith(ASSUMED_RESPONSES) for note in source.notes):
+        traces["responses"] = {str(num): read(responses=num) for num in COUNTS}
+    if trace.manifest.kind == "imported" and not trace.workload["prompt_tokens"].any():
+        prompts = trace.workload.assign(prompt_tokens=np.int32(PROMPT_TOKENS))
+        traces["prompts"] = {f"{PROMPT_TOKENS} tokens": trace.replace(workload=prompts)}
+    if any(note.startswith(UNKNOWN_LONGEST) for note in source.notes):
+        cap = int(trace.workload["max_response_tokens"].max())
+        traces["longest"] = {f"{most} tokens": read(max_response_tokens=most) for most in (cap // 2, 2 * cap)}
+    if drafting is not None and drafting.depth_from != DRAFTED:
+        least = math.ceil(drafting.accept_length.max() - 1.0)
+        depths = sorted({least, min(2 * drafting.strategy.reach, MOST_DEPTH)} - {drafting.strategy.reach})
+        traces["depth"] = {f"depth {depth}": read(drafted=f"learned:{depth}") for depth in depths if depth >= least}
+    runs = {
+        name: {value: LoggedRun.of(Scenarios(other, config)) for value, other in others.items()}
+        for name, others in traces.items()
+    }
+    if config.acceptance == DEFAULT:
+        trained = replace(config, acceptance=f"learned={DEFAULTS['learned']}@{TRAINED_AT}")
+        runs["context"] = {TRAINED_AT: LoggedRun.of(Scenarios(trace, trained))}
+    return runs
 
 
 def with_default_machine(config: WhatIfConfig, trace: Trace) -> WhatIfConfig:
@@ -679,22 +717,26 @@ class _Question:
             accept=self._chance(name), acceptance=scenario.granted([*scenario.covered_chains([name])[0]])["acceptance"],
         )  # fmt: skip
 
-    def at_counts(self, found: WhatIf, answer: Answer, runs: Mapping[int, LoggedRun]) -> Answer:
-        """The answer with the ranges that other numbers of responses per RL step make, each with its best table."""
-        rl_steps, ratios, wholes = [step.rl_step for step in found.scenario.steps], dict[int, float](), list[float]()
-        for num, logged in runs.items():
+    def with_others(self, found: WhatIf, answer: Answer, others: Mapping[Source, Mapping[str, LoggedRun]]) -> Answer:
+        """The answer with the ranges that other values of each assumption make, each with its best table."""
+        for name, runs in others.items():
+            if answer.trained or name != "context":
+                answer = self._with_values(found, answer, name, runs)
+        return answer
+
+    def _with_values(self, found: WhatIf, answer: Answer, name: Source, runs: Mapping[str, LoggedRun]) -> Answer:
+        rl_steps, ratios, wholes = [step.rl_step for step in found.scenario.steps], dict[str, float](), list[float]()
+        for value, logged in runs.items():
             scenario = logged.scenarios.of(rl_steps)
             table = best_table(scenario, scenario.covered_chains([answer.drafter])[0])
-            policies = {"none": load_policy("none"), "table": table}
-            of_run = replace(self, logged=logged)
-            times = of_run._times(of_run._cell(name, policy, scenario) for name, policy in policies.items())
-            base, own = times.values()
-            ratios[num] = float(base.rollout_s.sum() / own.rollout_s.sum())
+            ask, policies = replace(self, logged=logged), {"none": load_policy("none"), "table": table}
+            base, own = ask._times(ask._cell(*each, scenario) for each in policies.items()).values()
+            ratios[value] = float(base.rollout_s.sum() / own.rollout_s.sum())
             if base.step_s is not None and own.step_s is not None:
                 wholes.append(float(base.step_s.sum() / own.step_s.sum()))
-        whole = answer.rl_step_band and answer.rl_step_band.with_ends("responses", wholes)
-        band = answer.band.with_ends("responses", list(ratios.values()))
-        return replace(answer, band=band, rl_step_band=whole, by_responses=ratios)
+        whole = answer.rl_step_band and answer.rl_step_band.with_ends(name, wholes)
+        band, found_at = answer.band.with_ends(name, list(ratios.values())), {**answer.by_assumption, name: ratios}
+        return replace(answer, band=band, rl_step_band=whole, by_assumption=found_at)
 
     def _running(self, scenario: Scenario, answer: Answer, base: Times) -> Running | None:
         """Return the speed-up over the log's own run; None where that does not draft."""

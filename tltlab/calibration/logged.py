@@ -16,7 +16,9 @@ from tltlab.traces.trace import Trace
 
 COLLAPSED = 1.05
 """Accept length up to which no draft is kept, up to rounding."""
-_DRAFTER, _MOST_DEPTH, _MOST_ALPHA = "learned", 16, 0.999
+DRAFTED, MOST_DEPTH = "drafted", 16
+"""`depth_from` of a depth that was given, and the largest that is read off accept lengths."""
+_DRAFTER, _MOST_ALPHA = "learned", 0.999
 
 
 @frozen
@@ -49,14 +51,14 @@ class LoggedDrafting:
         if known.speculates:
             if length.max() > known.reach + 1.0:
                 raise ConfigError(f"{place}: {known} keeps at most {known.reach + 1} tokens, the log {length.max():g}")
-            return cls(strategy=known, accept_length=length, depth_from="drafted")
+            return cls(strategy=known, accept_length=length, depth_from=DRAFTED)
         depths = ((length - 1.0) / rate)[(rate > 0) & (length > COLLAPSED)]
         if depths.empty:
             raise ConfigError(
                 f"{place}: accept lengths without a draft depth: name what drafted with --drafted learned:7 "
                 "(`tltlab what-if` and `tltlab trace import` take it)"
             )
-        strategy = Strategy.chain(_DRAFTER, min(max(round(float(depths.median())), 1), _MOST_DEPTH))
+        strategy = Strategy.chain(_DRAFTER, min(max(round(float(depths.median())), 1), MOST_DEPTH))
         return cls(strategy=strategy, accept_length=length, depth_from="tokens per draft and the share that is kept")
 
     @property

@@ -114,7 +114,7 @@ _TRL_CALL = re.compile(r"^profiling/Time taken: \w+\.")
 MOST_RESPONSES = 1 << 22
 """Most responses that lengths are made for, over all RL steps of a log: some 2 GB."""
 DEFAULT_RESPONSES = 512
-ASSUMED_RESPONSES = "a default: set --responses"
+ASSUMED_RESPONSES, UNKNOWN_LONGEST = "a default: set --responses", "no RL step has its longest response"
 """Ends the note of a log from which the number of responses does not follow."""
 """Responses per RL step where neither the log nor the caller gives their number."""
 
@@ -507,7 +507,7 @@ def _cap(steps: list[StepMetrics], maximum: int | None, place: str, notes: list[
         return longest
     if all(step.get("most") is None for step in steps):
         longest *= 8
-        notes.append(f"no RL step has its longest response: nothing is assumed to end before {longest} tokens")
+        notes.append(f"{UNKNOWN_LONGEST}: nothing is assumed to end before {longest} tokens")
     notes.append(f"the cap is unknown: the longest response ({longest} tokens) is taken for it")
     return max(1, longest)
 

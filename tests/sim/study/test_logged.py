@@ -74,6 +74,9 @@ def test_a_drafting_log_is_its_own_baseline(log):
     assert drafting.acceptance().tokens_per_iteration(drafting.strategy) == pytest.approx(2.5)
     found = what_if(path, **FAST)
     assert found.recorded
+    assert set(found.best.by_assumption["depth"]) == {"depth 2", "depth 6"}, (
+        "the log has tokens per draft and their share"
+    )
     running = found.running
     assert running is not None
     # The best table is better than the log's constant depth, and by less than it is than plain decoding.

@@ -72,12 +72,25 @@ def test_responses_that_nothing_states_are_in_the_range(tmp_path):
     metrics = {"completions/mean_length": 300.0, "completions/max_length": 900.0, "step_time": 20.0}
     (tmp_path / "trl.log").write_text(f"{metrics}\n" * 3)
     stated, assumed = (what_if(tmp_path / "trl.log", responses=num, drafter="ngram", **FAST) for num in (16, None))
-    assert not stated.best.by_responses
-    few, many = assumed.best.by_responses.values()
+    assert "responses" not in stated.best.by_assumption
+    few, many = assumed.best.by_assumption["responses"].values()
     assert few == pytest.approx(stated.best.band.estimate, rel=1e-9)
     assert many < assumed.best.band.estimate < few < assumed.best.band.high
     (row,) = [row for row in assumed.assumed if row["what"].startswith("responses per")]
     assert (row["value"], f"with 16 rollout {few:.2f}x" in row["effect"]) == ("512", True)
+
+
+def test_each_assumption_is_in_the_range_and_named_where_it_moves_the_answer(tmp_path):
+    (tmp_path / "trl.log").write_text("{'completions/mean_length': 3000.0, 'step_time': 20.0}\n" * 2)
+    found = what_if(tmp_path / "trl.log", responses=64, gpus="1xH100", **FAST)
+    text, learned = found.answers
+    assert set(text.by_assumption) == {"prompts", "longest"}
+    (at_2k,) = learned.by_assumption["context"].values()
+    assert learned.band.low < at_2k < 0.9 * learned.band.estimate
+    named = {row["what"] for row in found.assumed if row["effect"] and "with" in row["effect"]}
+    assert {"longest response", "context that the drafter was trained at"} <= named
+    assert text.band.of_input("longest")[0] < text.band.estimate
+    assert not what_if([200] * 64, gpus="1xH100", accept=0.7, **FAST).best.by_assumption.get("context")
 
 
 def test_the_verdict_has_the_figures_of_both_answers():
