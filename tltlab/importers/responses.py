@@ -396,6 +396,8 @@ class Reader:
             # Logs of several programs call it differently.
             frame = frame.assign(**{numbering[0]: frame[numbering].bfill(axis=1).iloc[:, 0]})
         names = [wanted] if wanted else [*matches(own, "prompt_id"), *numbering]
+        # Few numbers in the place of a prompt's text are what its samples share.
+        names = names or matches(own, "prompt_text", lambda c: _are_few(numbers(frame[c])))
         for name in names:
             if not (missing := missing_in(frame[name])).any() and not lists_in(frame[name]).any():
                 is_text = frame[name].dtype == "str"
@@ -732,6 +734,11 @@ def _identity(cell: Any) -> str:
     if isinstance(cell, float) and cell.is_integer():
         cell = int(cell)
     return json.dumps(cell, sort_keys=True, default=str) if isinstance(cell, list | dict) else str(cell)
+
+
+def _are_few(values: NDArray[np.float64]) -> bool:
+    """Return True for numbers each of which is there about twice or more."""
+    return bool(np.isfinite(values).all()) and 2 * len(np.unique(values)) <= len(values)
 
 
 def tables_of_responses(

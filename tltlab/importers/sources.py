@@ -130,6 +130,10 @@ def imported(
     tables, assumed, named_by = tables_of_responses(frame, reading, names_prompts=form != "csv")
     if named_by is not None:
         reader.use("prompt_id", named_by)
+    elif len(tables["workload"]["prompt_id"].unique()) == len(frame) > 1 and reading.group_size is None:
+        assumed.append("no column names the prompts: each response has one of its own (--group-column, --group-size)")
+    if not reader.used.keys() & {"rl_step", "epoch"} and not frame["rl_step"].any():
+        assumed.append("no column names the RL steps: all responses are of one (--step-column)")
     name = "lengths" if path is None else path.resolve().name
     read = [reader.described()] if len(reader.columns) > 1 else []
     trace = _trace(name, form, tables, [*read, *notes, *assumed], workers, group_size=reading.group_size)

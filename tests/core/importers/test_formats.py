@@ -346,7 +346,14 @@ def test_fields_missing_in_a_csv_are_noted(tmp_path):
     path.write_text("length,prompt_tokens,id\n5,3,a\n9,4,b\n")
     trace = import_dump(path, group_size=2, max_response_tokens=9)
     check(trace, finish_reason=["stop", "length"])
-    assert trace.manifest.notes == "columns read: response_tokens from length, prompt_tokens (not read: id)"
+    assert trace.manifest.notes.startswith("columns read: response_tokens from length, prompt_tokens (not read: id); ")
+    assert "no column names the RL steps" in trace.manifest.notes
+    path.write_text("prompt,length\n" + "".join(f"{at // 4},{5 + at}\n" for at in range(16)))
+    trace = import_dump(path)
+    assert trace.workload["prompt_id"].nunique() == 4
+    assert "names the prompts" not in trace.manifest.notes
+    path.write_text("length\n5\n9\n")
+    assert "no column names the prompts" in import_dump(path).manifest.notes
 
 
 @pytest.mark.parametrize(

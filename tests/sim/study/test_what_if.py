@@ -360,7 +360,7 @@ def test_the_timelines_are_of_the_median_step():
         (["--accept", "0.7", "--drafter", "ngarm"], "'ngarm'"),
         (["--gpus", "8xH100", "--costs", "cpu-small"], "--costs"),
         (["--acceptance", "geometric:0.7"], "all=geometric:0.7"),
-        (["--out", "x.doc"], ".html, .htm, .png, .svg, .json"),
+        (["--out", "x.doc"], ".html, .htm, .png, .svg, .pdf, .json"),
         (["--policy-out", "."], "."),
         (["--column", "words"], "'words'"),
         (["--cap", "7"], "maximum of 7"),
