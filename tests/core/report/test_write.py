@@ -342,7 +342,7 @@ def test_charts_take_unknown_values_and_save_the_same_bytes(tmp_path):
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
     assert data_uri(make()).startswith("data:image/png;base64,")
     with refused(ConfigError):
-        save_figure(figures[0](), tmp_path / "one.pdf")
+        save_figure(figures[0](), tmp_path / "one.jpg")
     (tmp_path / "file").write_text("")
     with refused(InputError, naming=("cannot",)):
         save_figure(figures[0](), tmp_path / "file" / "one.png")
