@@ -319,7 +319,7 @@ class WhatIf:
                 moved = max(abs(ratio / answer.band.estimate - 1.0) for ratio in others.values()) > MOVES
                 if moved and (answer is self.best or name == "context"):
                     effect = ", ".join(f"with {value} rollout {ratio:.2f}x" for value, ratio in others.items())
-                    assume(WORDS[name], self._taken[name], effect, *others.values())
+                    assume(WORDS[name], self._taken[name], effect, answer.band.estimate, *others.values())
             for drafter, text in answer.acceptance.items():
                 if f"({DEFAULT}" in text:
                     ends = answer.band.of_input("acceptance")
