@@ -64,7 +64,7 @@ class Gpu(FrozenModel):
     def flops(self, weights: Dtype) -> float:
         """Dense FLOP per second of products with weights of this type."""
         fp8 = self.fp8_flops or self.peak_flops
-        return {"fp8": fp8, "int8": fp8, "fp4": self.fp4_flops or fp8}.get(weights, self.peak_flops)
+        return {"fp8": fp8, "int8": fp8, "fp4": self.fp4_flops or self.peak_flops}.get(weights, self.peak_flops)
 
 
 class ModelShape(FrozenModel):
@@ -75,7 +75,8 @@ class ModelShape(FrozenModel):
     values that a token keeps per layer in place of keys and values, `latent_queries` the rank of the queries' own
     projection (0: none), `value_dim` the width of a head's values. `window_layers` layers see only the last `window`
     tokens; `state_layers` (linear attention) keep nothing per token. With `qk_norm` queries and keys are normalised,
-    two more small kernels. `weights` is how a checkpoint's matrices lie in memory, embeddings and LM head apart.
+    two more small kernels. `weights` is how a checkpoint's matrices lie in memory, embeddings and LM head apart. A
+    request has at most `max_context` tokens (0: not known).
     """
 
     name: str
@@ -100,6 +101,7 @@ class ModelShape(FrozenModel):
     state_layers: NonNegativeInt = 0
     qk_norm: bool = False
     weights: Dtype = "bf16"
+    max_context: NonNegativeInt = 0
 
     @model_validator(mode="after")
     def _grouped(self) -> ModelShape:

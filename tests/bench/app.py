@@ -54,7 +54,9 @@ def sim(
 def accuracy(
     data: Annotated[Path, Option(help="Folder of the measurements that the cost models are held against.")],
     left_out: bool = option(
-        "Fit profiles without each model, GPU and engine; half a minute.", True, names=("--left-out/--no-left-out",)
+        "Fit profiles without each model, GPU and engine too; a minute or two.",
+        True,
+        names=("--left-out/--no-left-out",),
     ),
     every: bool = option("Every set of measurements, not a summary of one screen.", False, names=("--all",)),
 ) -> None:

@@ -51,6 +51,11 @@ class Deployment:
         several = re.fullmatch(r"([1-9]\d*)x?(\D.*)", gpus)
         num_gpus, device = (int(several[1]), find_gpu(several[2])) if several else (1, find_gpu(gpus))
         shape = find_model(MODEL if model is None else model)
+        if 0 < shape.max_context < tokens:
+            raise ConfigError(
+                f"a prompt and its response have up to {tokens:,} tokens, {shape.name} takes {shape.max_context:,} "
+                "(max_position_embeddings of its config.json): lower the cap, or raise it there, as for scaled RoPE"
+            )
         sizes = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0 and n & (n - 1) == 0]
         if tp is not None:
             if tp < 1 or num_gpus % tp:

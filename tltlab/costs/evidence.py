@@ -12,7 +12,9 @@ Distance = Literal["measured together", "interpolated", "never measured"]
 Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Span = tuple[NonNegativeFloat, NonNegativeFloat]
 SPECULATING = ", speculating"
-"""Ends the name of a fold whose errors are those of speed-ups, not of times."""
+"""Ends the name of a fold whose errors are those of speed-ups of iterations, not of times."""
+GOODPUT = ", goodput"
+"""The same of speed-ups in tokens per second of whole runs, whose prompts and last responses gain nothing."""
 LEVEL = 0.9
 FURTHER = "each further gap"
 """Key of `Evidence.left_out` for everything that was not measured, except its first part."""
@@ -56,8 +58,8 @@ class Evidence(FrozenModel):
     prediction that is off by 0.25 is 1.25 times what was measured, or that is 1.25 times the prediction. `left_out` has
     them by what was left out of a fit ("model", "gpu" or parts of the data), `fitted` those of measurements with the
     same GPU, model and type. `parameter` is what nine in ten do not exceed for what the measurements leave open of the
-    fit's parameters, by their posterior (Laplace). Names are "all" in the latter two; names that end in ", speculating"
-    are for speed-ups. `draft_depth` is the span of the nearest measurements.
+    fit's parameters, by their posterior (Laplace). Names are "all" in the latter two; names that end in `SPECULATING`
+    or `GOODPUT` are for speed-ups. `draft_depth` is the span of the nearest measurements.
     `other_engines` are profiles that would do as well, as nobody named the engine.
     """
 
@@ -94,14 +96,15 @@ class Evidence(FrozenModel):
         plain = self._with_parameters("", extrapolated)
         if not speculates or plain is None:
             return plain
-        speedup = self.speedup_error(extrapolated=extrapolated)
+        speedup = self._with_parameters(SPECULATING, extrapolated)
         if speedup is None:
             return plain if self.speculation else None
         return _added(plain, speedup)
 
     def speedup_error(self, *, extrapolated: bool = False) -> float | None:
-        """The same of a speed-up: what the plain and the speculative time have in common cancels."""
-        return self._with_parameters(SPECULATING, extrapolated)
+        """The same of a rollout's speed-up: what the plain and the speculative time have in common cancels."""
+        known = any(name.endswith(GOODPUT) for name in self.left_out)
+        return self._with_parameters(GOODPUT if known else SPECULATING, extrapolated)
 
     def interval(
         self, seconds: float, *, speculates: bool = False, extrapolated: bool = False
@@ -161,7 +164,7 @@ class Evidence(FrozenModel):
         return tuple(dict.fromkeys((*self.unmeasured, *(drafting if speculates else ()))))
 
     def _with_parameters(self, kind: str, extrapolated: bool) -> float | None:
-        """Upper bound of nine in ten errors of times, or with SPECULATING of speed-ups."""
+        """Upper bound of nine in ten errors of times, or with SPECULATING or GOODPUT of speed-ups."""
         most = self._most(kind, extrapolated)
         return None if most is None else _added(most, self.parameter.get(f"all{kind}", 0.0))
 
@@ -171,11 +174,7 @@ class Evidence(FrozenModel):
             return None
         fitted = self.fitted.get(f"all{kind}")
         unmeasured = self.drafting_unmeasured if kind and self.drafting_unmeasured is not None else self.unmeasured
-        errors = {
-            name.removesuffix(SPECULATING): most
-            for name, (_, most) in self.left_out.items()
-            if name.endswith(SPECULATING) == bool(kind)
-        }
+        errors = {name.removesuffix(kind): most for name, (_, most) in self.left_out.items() if kind_of(name) == kind}
         further = errors.pop(FURTHER, None)
         missing = [name for name in unmeasured if name != _TOGETHER]
         if not errors:
@@ -191,6 +190,15 @@ class Evidence(FrozenModel):
         if unmeasured:
             return round(math.expm1(math.sqrt(math.log1p(fitted[1]) * math.log1p(worst))), 6)
         return fitted[1]
+
+
+def kind_of(name: str) -> str:
+    """What the errors of a fold of this name are of: "" times, `SPECULATING` or `GOODPUT`.
+
+    >>> kind_of("model, speculating"), kind_of("model")
+    (', speculating', '')
+    """
+    return next((kind for kind in (SPECULATING, GOODPUT) if name.endswith(kind)), "")
 
 
 def interval(value: float, error: float | None) -> tuple[float, float] | None:

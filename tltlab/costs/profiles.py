@@ -20,8 +20,8 @@ from tltlab.hardware import DTYPE_BYTES, GPUS, MODELS, Dtype, Gpu, ModelShape, g
 from tltlab.records import Fields
 
 from .base import Seconds, Waiting
-from .evidence import FURTHER, SPECULATING, CalibratedRange, Error, Evidence, Span
-from .roofline import Constants, Ideal, RooflineCosts, prefill_token_s, rounded_max
+from .evidence import FURTHER, GOODPUT, SPECULATING, CalibratedRange, Error, Evidence, Span
+from .roofline import Constants, Ideal, Reads, RooflineCosts, Rows, Share, prefill_token_s, rounded_max
 
 _CONFIGS: dict[str, Any] = read_json(Path(__file__).with_name("configs.json"))
 """Of a `config.json`: keys about experts (Qwen, DeepSeek, Kimi, GLM, Llama-4, Mixtral, MiniMax, GPT-OSS, Granite,
@@ -44,8 +44,6 @@ LEFT_OUT = "model, GPU, engine or weights"
 """Parts left out of a fit to measure its errors, as `Profiles.errors` and `Evidence.left_out` name them."""
 MOST_EFFICIENT = 1.0
 """Share of a data sheet's rates: no kernel reads or computes faster."""
-MOST_OF_EXPERTS = 1.2
-"""Efficiency of reading experts relative to other weights; above 1 fewer experts would be read than are used."""
 VLLM_WAITING = Waiting(base_s=1.689e-3, per_request_s=8.4e-6, source="vLLM 0.32 at the shape of Qwen2.5-7B on one H200")
 """Plain iterations at batch 1 to 256, `traces/h200-rehearsal/quick.json`."""
 _SHARPNESS = 12.0
@@ -67,11 +65,14 @@ def shape_of_config(config: Fields, name: str = "") -> ModelShape:
     hidden, layers, heads = first("hidden_size"), first("num_hidden_layers"), first("num_attention_heads")
     experts = _experts(text, layers)
     latent = first("kv_lora_rank", default=0)
-    rope = first("qk_rope_head_dim", default=0) if latent else 0
+    rotated = first("qk_rope_head_dim", default=0) if latent else 0
     head_dim = first("head_dim", default=hidden // heads)
     if latent:
-        head_dim = first("qk_nope_head_dim", default=head_dim) + rope
+        head_dim = first("qk_nope_head_dim", default=head_dim) + rotated
     kinds = text.get("layer_types") or ()
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    # Releases of vLLM differ in scaled rotary embeddings: the longest context of any of them.
+    stretch = (rope.get("factor") if isinstance(rope, dict) else None) or 1.0
     window = first("sliding_window", "attention_chunk_size", default=0)
     sliding = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
     if not kinds and text.get("attention_chunk_size"):
@@ -90,7 +91,7 @@ def shape_of_config(config: Fields, name: str = "") -> ModelShape:
         vocab=first("vocab_size"),
         tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
         **experts,
-        latent=latent + rope,
+        latent=latent + rotated,
         latent_queries=first("q_lora_rank", default=0) if latent else 0,
         value_dim=first("v_head_dim", default=0) if latent else 0,
         window=window if sliding else 0,
@@ -99,6 +100,7 @@ def shape_of_config(config: Fields, name: str = "") -> ModelShape:
         qk_norm=str(text.get("model_type", config.get("model_type"))).startswith(tuple(_CONFIGS["qk_norm"]))
         or bool(text.get("use_qk_norm")),
         weights=_checkpoint_type(config.get("quantization_config") or text.get("quantization_config")),
+        max_context=int(first("max_position_embeddings", default=0) * max(float(stretch), 1.0)),
     )
 
 
@@ -187,7 +189,7 @@ class Efficiencies(FrozenModel):
     """Shares of one GPU's rates that engines reach, and seconds of launching relative to other GPUs'.
 
     With keys and values in fp8 `quantised_kv` multiplies the share of the KV cache, and a speculative iteration takes
-    `sd_quantised_kv_s` more.
+    `sd_quantised_kv_s` more. `verify_reads` is as in `Constants`: kernels for more than one query.
     """
 
     memory: Factor
@@ -197,6 +199,21 @@ class Efficiencies(FrozenModel):
     launch: Factor = 1.0
     quantised_kv: Factor = 1.0
     sd_quantised_kv_s: Seconds = 0.0
+    verify_reads: Reads = 1.0
+
+
+class Experts(FrozenModel):
+    """What mixtures of experts take, whatever the engine and the GPU; fields as in `Constants`.
+
+    `expert_prefill` multiplies the prefill efficiency. A layer with an MLP for all tokens beside its experts, which are
+    then chosen within groups, takes `shared_layer_s` more.
+    """
+
+    expert_efficiency: Share
+    expert_rows: Rows
+    draft_spread: Share
+    expert_prefill: Factor
+    shared_layer_s: Seconds
 
 
 class Quantised(FrozenModel):
@@ -249,8 +266,6 @@ class EngineProfile(FrozenModel):
     expert_layer_s: Seconds
     allreduce_s: Seconds
     per_request_s: Seconds
-    expert_efficiency: Factor
-    expert_spread: Factor
     sd_base_s: Seconds
     draft_level_s: Seconds
     draft_level_per_request_s: Seconds
@@ -279,6 +294,7 @@ class Profiles(FrozenModel):
     knee: Annotated[float, Field(ge=1, le=20)]
     quantised: Quantised
     int4: Quantised
+    experts: Experts
     typical: Efficiencies
     gpus: dict[str, Efficiencies]
     engines: dict[str, EngineProfile]
@@ -291,15 +307,15 @@ class Profiles(FrozenModel):
         nearest = [m for m in profile.measured if m.of(gpu, model.name, weights)]
         drafted = [m for m in profile.measured if m.draft_depth]
         depths = [m.draft_depth for m in ([m for m in nearest if m.draft_depth] or drafted) if m.draft_depth]
-        kinds = {"": LEFT_OUT, SPECULATING: LEFT_OUT + SPECULATING}
+        kinds = {kind: LEFT_OUT + kind for kind in ("", SPECULATING, GOODPUT)}
         fitted = {f"all{kind}": errors[MEASURED + kind] for kind in kinds if MEASURED + kind in errors}
         # The cost of experts is the engine's, whatever else is missing; the rest is as uncertain as for dense models.
         dense = self.errors.get("dense", {}) if model.experts else {}
         further = {FURTHER + kind: dense[name] for kind, name in kinds.items() if name in dense}
         for measured in nearest:
-            kind = SPECULATING if measured.draft_depth else ""
-            if f"all{kind}" in fitted:
-                fitted[f"all{kind}"] = _own(measured.fitted, fitted[f"all{kind}"], errors[LEFT_OUT + kind])
+            for kind in (SPECULATING, GOODPUT) if measured.draft_depth else ("",):
+                if f"all{kind}" in fitted:
+                    fitted[f"all{kind}"] = _own(measured.fitted, fitted[f"all{kind}"], errors[LEFT_OUT + kind])
         return Evidence(
             engine=engine,
             unmeasured=profile.unmeasured(gpu, model.name, weights),
@@ -317,26 +333,33 @@ class Profiles(FrozenModel):
         products = Quantised(memory=1.0, compute=1.0)
         if fewer:
             products = self.int4 if weights == "int4" else self.quantised
+        experts = self.experts
+        shared = model.expert_layers * bool(model.shared_intermediate)
         per_layer = (
             e.layer_s
             + e.qk_norm_layer_s * model.qk_norm
             + e.quantised_layer_s * fewer
             + e.quantised_kv_layer_s * fewer_kv
-            + e.expert_layer_s * model.expert_layers / model.layers
+            + (e.expert_layer_s * model.expert_layers + experts.shared_layer_s * shared) / model.layers
         )
         # Terms of the same name are the engine's own.
-        terms = e.model_dump(include=set(Constants.model_fields)) | {
-            "memory_efficiency": capped(on.memory * e.memory * products.memory, MOST_EFFICIENT),
-            "compute_efficiency": capped(on.compute * products.compute, MOST_EFFICIENT),
-            "kv_efficiency": capped(on.kv * (on.quantised_kv if fewer_kv else 1.0), MOST_EFFICIENT),
-            "link_efficiency": capped(on.link, MOST_EFFICIENT),
-            "expert_efficiency": capped(e.expert_efficiency, MOST_OF_EXPERTS),
-            "expert_spread": capped(e.expert_spread, 1.0),
-            "knee": self.knee,
-            "layer_s": per_layer * on.launch,
-            "sd_base_s": e.sd_base_s + (on.sd_quantised_kv_s if fewer_kv else 0.0),
-            "sd_idle_s": 0.0,
-        }
+        fields = set(Constants.model_fields)
+        terms = (
+            e.model_dump(include=fields)
+            | experts.model_dump(include=fields)
+            | {
+                "memory_efficiency": capped(on.memory * e.memory * products.memory, MOST_EFFICIENT),
+                "compute_efficiency": capped(on.compute * products.compute, MOST_EFFICIENT),
+                "kv_efficiency": capped(on.kv * (on.quantised_kv if fewer_kv else 1.0), MOST_EFFICIENT),
+                "link_efficiency": capped(on.link, MOST_EFFICIENT),
+                "prefill_efficiency": e.prefill_efficiency * (experts.expert_prefill if model.experts else 1.0),
+                "verify_reads": on.verify_reads,
+                "knee": self.knee,
+                "layer_s": per_layer * on.launch,
+                "sd_base_s": e.sd_base_s + (on.sd_quantised_kv_s if fewer_kv else 0.0),
+                "sd_idle_s": 0.0,
+            }
+        )
         return Constants.model_validate(terms)
 
 

@@ -20,6 +20,8 @@ from .base import Coefficients, CostModel, IterationCost, Seconds, padded
 Numbers = float | Floats
 _Number = TypeVar("_Number", float, Floats, Numbers)
 Share = Annotated[float, Field(gt=0, le=1)]
+Reads = Annotated[float, Field(ge=1, le=20)]
+Rows = Annotated[float, Field(ge=0, le=256)]
 
 
 class Hardware(FrozenModel):
@@ -42,12 +44,14 @@ class Constants(Coefficients, FrozenModel):
     The efficiencies are shares of the HBM bandwidth reached on weights and on the KV cache, of the peak FLOPs and of
     the link bandwidth. `knee` is how sharply reading weights gives way to multiplying by them: 1 adds the two up, a
     large value takes the larger. `prefill_efficiency` and `expert_efficiency` are relative to those of computing and of
-    reading other weights. Tokens do not choose experts independently: T tokens touch as many as T**expert_spread
-    would that did. `step_s` is per iteration, `layer_s` per layer (small kernels, launches),
-    `allreduce_s` per all-reduce, of which a layer has two where tp > 1, `per_request_s` per request (engine's CPU).
-    `sd_base_s`, `sd_idle_s`, `draft_level_s` and `draft_level_per_request_s` are as in the linear model, on top of what
-    the hardware needs to draft; `tree_s` is what drafts with more than one branch take besides, `verify_token_s` what a
-    token to verify takes beside the target's matrices (sampling, rejection).
+    reading other weights. Requests choose experts independently; v tokens of one, a draft, as v**draft_spread requests
+    would. An expert that is chosen is multiplied by `expert_rows` rows, full or not: a kernel's tile. `step_s` is per
+    iteration, `layer_s` per layer (small kernels, launches), `allreduce_s` per all-reduce, of which a layer has two
+    where tp > 1, `per_request_s` per request (engine's CPU). `sd_base_s`, `sd_idle_s`, `draft_level_s` and
+    `draft_level_per_request_s` are as in the linear model, on top of what the hardware needs to draft; `tree_s` is what
+    drafts with more than one branch take besides, `verify_token_s` what a token to verify takes beside the target's
+    matrices (sampling, rejection). Where several queries of a request attend, its keys and values are read
+    `verify_reads` times.
     """
 
     memory_efficiency: Share
@@ -55,8 +59,9 @@ class Constants(Coefficients, FrozenModel):
     kv_efficiency: Share
     link_efficiency: Share
     prefill_efficiency: Annotated[float, Field(gt=0, le=2)] = 1.0
-    expert_efficiency: Annotated[float, Field(gt=0, le=2)] = 1.0
-    expert_spread: Share = 1.0
+    expert_efficiency: Share = 1.0
+    draft_spread: Share = 1.0
+    expert_rows: Rows = 0.0
     knee: Annotated[float, Field(ge=1, le=20)]
     step_s: Seconds
     layer_s: Seconds
@@ -68,6 +73,7 @@ class Constants(Coefficients, FrozenModel):
     draft_level_per_request_s: Seconds | None = None
     tree_s: Seconds = 0.0
     verify_token_s: Seconds = 0.0
+    verify_reads: Reads = 1.0
 
 
 @frozen
@@ -75,15 +81,17 @@ class Ideal:
     """Seconds on `tp` GPUs at the rates of their data sheets, and counts; arrays where there are many measurements.
 
     Per forward pass: `weights_s` to read all weights but experts, `experts_s` to read all experts, of which a token
-    takes the share `chosen`. Per token: `token_s` to multiply by them, `link_token_s` for the bytes of its
-    all-reduces. Per token of context: `context_s` to read its keys and values, `query_context_s` for one query to
-    attend to it. `window_s` per request: the same for layers that see only a window, which is taken to be full.
+    takes the share `chosen`, and `expert_row_s` to multiply all of them by one row. Per token: `token_s` to multiply by
+    its weights, `link_token_s` for the bytes of its all-reduces. Per token of context: `context_s` to read its keys and
+    values, `query_context_s` for one query to attend to it. `window_s` per request: the same for layers that see only a
+    window, which is taken to be full.
     `draft_*` are of one level of a drafter that has one dense decoder layer of the model, a projection of two hidden
     states to one, and an LM head (EAGLE), or of one pass of one with `draft_layers` layers.
     """
 
     weights_s: Numbers
     experts_s: Numbers
+    expert_row_s: Numbers
     chosen: Numbers
     token_s: Numbers
     link_token_s: Numbers
@@ -126,6 +134,7 @@ class Ideal:
         return cls(
             weights_s=(shape.body_params * DTYPE_BYTES[kind] + shape.head_params * BYTES_PER_VALUE) / bandwidth,
             experts_s=shape.expert_params * DTYPE_BYTES[kind] / bandwidth,
+            expert_row_s=2 * shape.expert_params / (tp * device.flops(kind)),
             chosen=shape.experts_per_token / shape.experts if shape.experts else 0.0,
             token_s=2 * layers / (tp * device.flops(kind)) + 2 * shape.head_params / flops,
             # A ring sends and receives each value (tp - 1)/tp times, once to add up and once to hand out.
@@ -144,23 +153,26 @@ class Ideal:
 def forward_s(ideal: Ideal, c: Constants, *, tokens: Numbers, batch: Numbers) -> Numbers:
     """A forward pass of `tokens` tokens of `batch` requests, without the context's share."""
     fixed = c.step_s + c.layer_s * ideal.layers + c.allreduce_s * ideal.allreduces
-    return fixed + (c.per_request_s + ideal.window_s / c.kv_efficiency) * batch + matrices_s(ideal, c, tokens=tokens)
+    requests = (c.per_request_s + ideal.window_s / c.kv_efficiency) * batch
+    return fixed + requests + matrices_s(ideal, c, tokens=tokens, batch=batch)
 
 
-def matrices_s(ideal: Ideal, c: Constants, *, tokens: Numbers, prompt_tokens: Numbers = 0.0) -> Numbers:
+def matrices_s(ideal: Ideal, c: Constants, *, tokens: Numbers, batch: Numbers, prompt_tokens: Numbers = 0.0) -> Numbers:
     """Bytes of weights, operations of tokens and of prompts in the same iteration; bytes of all-reduces."""
     read_s = ideal.weights_s / c.memory_efficiency
-    if isinstance(ideal.experts_s, np.ndarray) or ideal.experts_s:
-        touched = expected_experts(ideal.chosen, (tokens + prompt_tokens) ** c.expert_spread)
-        read_s = read_s + ideal.experts_s / (c.memory_efficiency * c.expert_efficiency) * touched
     computed_s = ideal.token_s / c.compute_efficiency * (tokens + prompt_tokens / c.prefill_efficiency)
+    if isinstance(ideal.experts_s, np.ndarray) or ideal.experts_s:
+        independent = batch ** (1.0 - c.draft_spread) * tokens**c.draft_spread + prompt_tokens
+        touched = expected_experts(ideal.chosen, independent)
+        read_s = read_s + ideal.experts_s / (c.memory_efficiency * c.expert_efficiency) * touched
+        computed_s = computed_s + ideal.expert_row_s / c.compute_efficiency * touched * c.expert_rows
     return rounded_max(read_s, computed_s, c.knee) + ideal.link_token_s / c.link_efficiency * (tokens + prompt_tokens)
 
 
-def added_prefill_s(ideal: Ideal, c: Constants, *, tokens: Numbers, prompt_tokens: Numbers) -> Numbers:
+def added_prefill_s(ideal: Ideal, c: Constants, *, tokens: Numbers, batch: Numbers, prompt_tokens: Numbers) -> Numbers:
     """Seconds that prompt tokens add to matrices that `tokens` are multiplied by anyway."""
-    together: Numbers = matrices_s(ideal, c, tokens=tokens, prompt_tokens=prompt_tokens)
-    return together - matrices_s(ideal, c, tokens=tokens)
+    together: Numbers = matrices_s(ideal, c, tokens=tokens, batch=batch, prompt_tokens=prompt_tokens)
+    return together - matrices_s(ideal, c, tokens=tokens, batch=batch)
 
 
 def expected_experts(chosen: Numbers, tokens: Numbers) -> Numbers:
@@ -173,10 +185,10 @@ def expected_experts(chosen: Numbers, tokens: Numbers) -> Numbers:
 
 
 def context_slope_s(ideal: Ideal, c: Constants, *, queries: Numbers) -> Numbers:
-    """Per token of context, for `queries` tokens per request that attend to it: its keys and values are read once."""
-    return rounded_max(
-        ideal.context_s / c.kv_efficiency, ideal.query_context_s / c.compute_efficiency * queries, c.knee
-    )
+    """Per token of context, for `queries` tokens per request that attend to it."""
+    # Of requests without a draft the context is read once.
+    read_s = ideal.context_s * (1.0 + (c.verify_reads - 1.0) * np.minimum(queries - 1.0, 1.0)) / c.kv_efficiency
+    return rounded_max(read_s, ideal.query_context_s / c.compute_efficiency * queries, c.knee)
 
 
 def draft_level_s(ideal: Ideal, c: Constants, *, batch: Numbers, top_k: Numbers, layers: int = 1) -> Numbers:
@@ -312,9 +324,8 @@ class RooflineIteration(IterationCost):
     def added_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
         """Nearly nothing while reading the weights bounds the iteration; experts that only prompts touch are read."""
         tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
-        return min(
-            float(added_prefill_s(self.ideal, self.constants, tokens=tokens, prompt_tokens=prompt_tokens)), apart_s
-        )
+        added = added_prefill_s(self.ideal, self.constants, tokens=tokens, batch=batch, prompt_tokens=prompt_tokens)
+        return min(float(added), apart_s)
 
     def context_slope_s(self, batch: int) -> float:
         return float(context_slope_s(self.ideal, self.constants, queries=self.tokens_to_verify))

@@ -217,7 +217,8 @@ class PublishedRows:
         seconds = self.forward_s(c, self.batch, self.verified, context) + self.drafting_s(c)
         if self.prefill.any():
             # As `RooflineIteration.added_s` has it: prompts ride where reading weights bounds the iteration.
-            added = added_prefill_s(self.ideal, c, tokens=self.batch * self.verified, prompt_tokens=self.prefill)
+            tokens = self.batch * self.verified
+            added = added_prefill_s(self.ideal, c, tokens=tokens, batch=self.batch, prompt_tokens=self.prefill)
             seconds = seconds + np.minimum(added, prefill_token_s(self.ideal, c) * self.prefill)
         return np.asarray(seconds, np.float64)
 
@@ -242,6 +243,13 @@ class PublishedRows:
     def _speedup(self, c: Constants, context: Floats) -> Floats:
         plain = self.forward_s(c, self.batch, np.ones_like(self.batch), context)
         return self.accepted * plain / (self.forward_s(c, self.batch, self.verified, context) + self.drafting_s(c))
+
+    def _goodput(self, c: Constants, context: Floats) -> Floats:
+        """The same of tokens per second: either way a request's prompt takes `ttft` beside the others' decoding."""
+        plain = self.forward_s(c, self.batch, np.ones_like(self.batch), context)
+        drafted = self.forward_s(c, self.batch, self.verified, context) + self.drafting_s(c)
+        prompts = self.batch * self.ttft / self.osl
+        return np.asarray((plain + prompts) / (drafted / self.accepted + prompts), np.float64)
 
     def _served(self, c: Constants, context: Floats) -> Floats:
         """`_tpot`, with the measured time until a request's first token."""
@@ -289,6 +297,7 @@ _SECONDS: dict[str, Callable[[Any, Constants, Floats], Floats]] = {
     "served": PublishedRows._served,
     "wave": PublishedRows._wave,
     "speedup": PublishedRows._speedup,
+    "goodput": PublishedRows._goodput,
     "iteration": PublishedRows.iteration_s,
 }
 """By the kind of a measurement, what it took."""

@@ -5,8 +5,9 @@ Beside the columns of `measurements.COLUMNS` a row has `family` and `version` of
 
 - requests that do not fit into the KV cache, and those that wait for a first token 5 s or more, or a fifth of the time
   that they decode: queueing;
-- MiniMax-M2.5 with four data-parallel ranks: the rows of one rank over again, batches divided by four;
-- Qwen3-235B with more GPUs for experts than for attention: what one batch is, is not said;
+- ranks that attend to requests of their own: what one batch is, is not said (MiniMax-M2.5's are one rank's over again);
+- Qwen3-235B with more GPUs for experts than for attention, for the same reason;
+- Qwen3-235B on vLLM 0.12: 52 ms on two GPUs and 35 on four, with 4 requests as with 48; no law of bytes does that;
 - prompts of 4,000 and responses of 1,000 tokens in fp8: so fast that prompts cannot have been prefilled next to them;
 - A100 rollouts above 512 tokens: contexts are nominal, reading them would take twice the GPU's bandwidth.
 """
@@ -44,14 +45,17 @@ _LONGEST_WAIT_S = 5.0
 _LONGEST_WAIT = 0.2
 _BENCH_CONTEXT = 800.0
 """Tokens per request of SpecBundle's chats and problems: not given, and of little weight at batch 1 and 8."""
+_BUNDLE_GPUS = {"Qwen3-235B-A22B": 4, "Ling-flash-2.0": 2}
 _TABLE_2_CONTEXT = 2048.0
 _SERVING_CONTEXT = 900.0
 _KV_BLOCKS = 2588 * 16
 EAGLE3_VOCAB = 32_000
+GOODPUT = "vLLM study's goodput"
 VLLM = "0.18-0.24"
 """Versions whose terms are one: each alone was measured on one or two GPUs, and their terms do not differ."""
 _EAGLE3_DRAFTER = "lmsys/sglang-EAGLE3-LLaMA3.1-Instruct-8B"
-_SERVERS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm"}
+_SERVERS = {"vllm": ("vllm", VLLM), "sglang": ("sglang", "0.5"), "trtllm": ("tensorrt-llm", "1.0")}
+"""Family of each server, and its versions, whose terms are one."""
 
 
 def measurements(data: Path) -> pd.DataFrame:
@@ -65,19 +69,27 @@ def _served(data: Path) -> Iterator[pd.DataFrame]:
     numbers = ("tp_size", "isl", "osl", "silicon_ttft_ms", "silicon_tpot_ms")
     texts = ("system", "backend", "precision", "model_path")
     dense = measured_table(data / "decode_tpot_h100.csv", (*numbers, "concurrency"), texts)
-    moe = measured_table(data / "decode_tpot_fp8_and_moe.csv", (*numbers, "batch_size", "moe_ep_size"), texts)
-    moe = moe.rename(columns={"batch_size": "concurrency"})
+    parallel = ("batch_size", "moe_tp_size", "moe_ep_size")
+    moe, more = (
+        measured_table(data / f"decode_tpot_{name}.csv", (*numbers, *parallel), texts)
+        for name in ("fp8_and_moe", "experts")
+    )
+    # Experts on all of n GPUs in both ways are listed as n * n GPUs: their times are those of n.
+    squared = (more["moe_tp_size"] == more["moe_ep_size"]) & (more["tp_size"] > 1)
+    more = more.assign(tp_size=more["tp_size"].where(~squared, more["moe_tp_size"]), moe_ep_size=1.0)
+    moe = pd.concat([moe, more], ignore_index=True).rename(columns={"batch_size": "concurrency"})
     experts = moe["moe_tp_size"] * moe["moe_ep_size"]
     dense_model = np.array([not model(name).experts for name in moe["model_path"]])
     moe = moe[(dense_model | (experts == moe["tp_size"])) & (moe["attention_dp_size"].fillna(1) == 1)]
-    servers = pd.concat([dense, moe], ignore_index=True)
+    strange = (moe["backend"] == "vllm") & (moe["backend_version"] == "0.12.0")
+    servers = pd.concat([dense, moe[~strange]], ignore_index=True)
     servers = servers.assign(
         gpu=servers["system"].str[:4].str.upper(),
         model=[model(name).name for name in servers["model_path"]],
         tp=servers["tp_size"].astype(int),
         tpot_s=servers["silicon_tpot_ms"] * 1e-3,
         ttft_s=servers["silicon_ttft_ms"] * 1e-3,
-        weights=np.where(servers["precision"] == "fp8", "fp8", "bf16"),
+        weights=servers["precision"].where(servers["precision"].isin(["fp8", "fp4", "int4"]), "bf16"),
     )
     apart = (servers["isl"] == 4000) & (servers["osl"] == 1000) & (servers["gpu"] == "H100")
     at_once = (servers["backend"] == "sglang") & (servers["weights"] == "bf16")
@@ -89,13 +101,10 @@ def _served(data: Path) -> Iterator[pd.DataFrame]:
         part = from_waves(rows, "AIConfigurator")
         # TensorRT-LLM's times to first token do not add up with its times per token to the batch.
         part = part.assign(kind="wave" if at_once[rows.index[0]] else "tpot" if backend == "trtllm" else "served")
-        # One campaign with MiniMax-M2.5's, of 0.18: same lengths, same batches.
-        of = ".".join(version.split(".")[:2])
-        if version == "nan" or (backend == "vllm" and of != "0.12"):
-            of = VLLM
-        elif backend == "sglang":
-            of = "0.5"
-        yield part.assign(family=_SERVERS[backend], version=of, weights=rows["weights"].to_numpy())
+        # Without a version: one campaign with MiniMax-M2.5's, of 0.18: same lengths, same batches.
+        family, of = _SERVERS[backend]
+        of = "0.12" if version.startswith("0.12") else of
+        yield part.assign(family=family, version=of, weights=rows["weights"].to_numpy())
 
 
 def _iterations(data: Path) -> Iterator[pd.DataFrame]:
@@ -154,7 +163,11 @@ def _speculation(data: Path) -> Iterator[pd.DataFrame]:
         speedup=serving["accept_length"] * serving["plain_s"] / serving["measured"],
     ).drop(columns="measured")
     rows = from_speedups(cells, REPEATED).assign(family="vllm", version=VLLM, draft_vocab=float(EAGLE3_VOCAB))
-    yield rows.assign(weights=serving["weights"].to_numpy(), kv=serving["kv"].to_numpy())
+    rows = rows.assign(weights=serving["weights"].to_numpy(), kv=serving["kv"].to_numpy())
+    yield rows
+    ratio = serving["goodput"] / serving["plain_goodput"]
+    served = {"ttft_s": serving["prompt_s"].to_numpy(), "output_tokens": 256.0, "measured": ratio.to_numpy()}
+    yield rows.assign(kind="goodput", source=GOODPUT, **served)
     yield from_speedups(speedups, "SpecBundle").assign(family="sglang", version="0.5", draft_vocab=float(EAGLE3_VOCAB))
     cells = tlt_cells(data)
     # Batch 1 of Table 4 is a row of Fig. 13.
@@ -173,16 +186,31 @@ def _serving(data: Path) -> pd.DataFrame:
 
     `measured` is the median time between chunks of a response, `plain_s` that of the same load without drafts.
     """
-    numbers = ("k", "concurrency", "batch_mean", "tau", "itl_p50")
+    numbers = (
+        "k",
+        "concurrency",
+        "batch_mean",
+        "tau",
+        "itl_p50",
+        "ttft_mean",
+        "goodput",
+        "wall_s",
+        "completion_tokens",
+    )
     table = measured_table(data / "serving_a100_llama31_8b_eagle3.csv", numbers, ("weight", "kv", "spec", "workload"))
+    table["goodput"] = table["completion_tokens"] / table["wall_s"]
     table = table[table["batch_mean"].notna()].drop_duplicates().assign(
         gpu="A100", model="Llama-3.1-8B", tp=1, batch=table["batch_mean"], context_tokens=_SERVING_CONTEXT,
         weights=table["weight"].map({"fp16": "bf16", "w4a16": "int4"}), drafts=table["spec"] != "none",
         kv=table["kv"].replace("fp16", "bf16"), measured=table["itl_p50"] * 1e-3,
     )  # fmt: skip
     load = ["weights", "kv", "workload", "concurrency"]
-    plain = table[~table["drafts"]].groupby(load)["measured"].mean().rename("plain_s")
-    return table.join(plain, on=load).reset_index(drop=True)
+    plain = table[~table["drafts"]].groupby(load)[["measured", "goodput"]].mean()
+    # A lone request's first token comes with its prompt and an iteration.
+    alone = table[~table["drafts"] & (table["concurrency"] == 1)].groupby(load[:3])[["ttft_mean", "itl_p50"]].mean()
+    prompt_s = ((alone["ttft_mean"] - alone["itl_p50"]) * 1e-3).rename("prompt_s")
+    plain = plain.rename(columns={"measured": "plain_s", "goodput": "plain_goodput"})
+    return table.join(plain, on=load).join(prompt_s, on=load[:3]).reset_index(drop=True)
 
 
 def _kernels(data: Path) -> Iterator[pd.DataFrame]:
@@ -209,10 +237,12 @@ def _kernels(data: Path) -> Iterator[pd.DataFrame]:
 
 def _bundle(data: Path) -> pd.DataFrame:
     numbers = ("batch", "steps", "topk", "num_draft_tokens", "accept", "plain_tokens_per_s", "speedup")
-    table = measured_table(data / "eagle3_sglang_h200.csv", numbers, ("model", "bench", "drafter"))
-    return table.assign(
-        model=[model(name).name for name in table["model"]], gpu="H200", tp=1, context_tokens=_BENCH_CONTEXT
-    )
+    files = ("eagle3_sglang_h200.csv", "eagle3_sglang_experts.csv")
+    tables = [measured_table(data / name, numbers, ("model", "bench", "drafter")) for name in files]
+    table = pd.concat(tables, ignore_index=True)
+    table = table.assign(model=[model(name).name for name in table["model"]])
+    # Not published where there are several: the fewest GPUs that hold the model.
+    return table.assign(gpu="H200", tp=table["model"].map(_BUNDLE_GPUS).fillna(1), context_tokens=_BENCH_CONTEXT)
 
 
 def _plain(table: pd.DataFrame, source: str, *, family: str, version: str) -> pd.DataFrame:

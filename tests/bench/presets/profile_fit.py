@@ -20,8 +20,8 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from tltlab.arrays import Flags, Floats
-from tltlab.costs.profiles import MOST_EFFICIENT, MOST_OF_EXPERTS, capped
-from tltlab.costs.roofline import Constants
+from tltlab.costs.profiles import MOST_EFFICIENT, capped
+from tltlab.costs.roofline import Constants, Numbers, rounded_max
 from tltlab.hardware import DTYPE_BYTES, model
 
 from .fit import UNKNOWN_CONTEXT, PublishedRows
@@ -38,14 +38,22 @@ class Prior:
     typical: float
     shared: float
     gpu: float = 0.0
+    era: float = 0.0
     family: float = 0.0
     version: float = 0.0
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("priors.toml").read_text())
 PRIORS = {term: Prior(**prior) for term, prior in _TABLE.items()}
-LEVELS = ("gpu", "family", "version")
+LEVELS = ("gpu", "era", "family", "version")
 DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s", "tree_s", "verify_token_s")
+EXPERTS = ("expert_layer_s", "expert_efficiency", "expert_rows", "expert_prefill", "draft_spread")
+OLDER = ("0.4", "0.12")
+"""Versions of 2025: drafting took their hosts longer than any later one's."""
+PACKED = ("H100", "H200", "B200")
+"""GPUs whose attention kernels read keys and values once for all heads and queries that share them."""
+_FLOOR = 40.0
+"""How sharply a value is kept above its least."""
 _SOFT = 0.1
 """Relative errors beyond this weigh less and less."""
 _TYPICAL_ERROR, _TYPICAL_ERROR_REPEATED = 0.05, 0.025
@@ -102,6 +110,7 @@ class Design:
         levels = {
             "": np.zeros(len(table), str),
             "gpu": table["gpu"].to_numpy(str),
+            "era": eras(table).to_numpy(str),
             "family": table["family"].to_numpy(str),
             "version": (table["family"] + " " + table["version"]).to_numpy(str),
         }
@@ -175,15 +184,17 @@ class Design:
         layer = value["layer_s"]
         for name in ("qk_norm_layer_s", "quantised_layer_s", "quantised_kv_layer_s"):
             layer = layer + value[name] * masks[name]
-        layer = layer + value["expert_layer_s"] * experts
+        layer = layer + value["expert_layer_s"] * experts + value["shared_layer_s"] * masks["shared_layer_s"]
         terms = RowTerms(
             memory_efficiency=capped(value["memory"] * of_memory, MOST_EFFICIENT),
             compute_efficiency=capped(value["compute"] * of_compute, MOST_EFFICIENT),
             kv_efficiency=capped(value["kv"] * np.where(kv8, value["quantised_kv"], 1.0), MOST_EFFICIENT),
             link_efficiency=capped(value["link"], MOST_EFFICIENT),
-            prefill_efficiency=value["prefill"],
-            expert_efficiency=capped(value["expert_efficiency"], MOST_OF_EXPERTS),
-            expert_spread=capped(value["expert_spread"], 1.0),
+            prefill_efficiency=value["prefill"] * np.where(masks["expert_prefill"], value["expert_prefill"], 1.0),
+            expert_rows=value["expert_rows"],
+            verify_reads=1.0 + value["verify_reads"],
+            expert_efficiency=capped(value["expert_efficiency"], MOST_EFFICIENT),
+            draft_spread=capped(value["draft_spread"], 1.0),
             knee=np.clip(value["knee"], 1.0, 20.0),
             step_s=value["step_s"] * masks["step_s"],
             layer_s=layer * value["launch"],
@@ -221,13 +232,33 @@ def _term_rows(rows: PublishedRows, table: pd.DataFrame) -> dict[str, Flags]:
         **dict.fromkeys(("quantised_kv", "quantised_kv_layer_s"), kv8),
         "sd_quantised_kv_s": kv8 & drafting,
         "qk_norm_layer_s": engine & np.array([model(name).qk_norm for name in table["model"]]),
-        **dict.fromkeys(("expert_layer_s", "expert_efficiency", "expert_spread"), experts),
+        **dict.fromkeys(
+            ("expert_layer_s", "expert_efficiency", "draft_spread", "expert_rows", "expert_prefill"), experts
+        ),
+        "shared_layer_s": np.array([model(name).shared_intermediate > 0 for name in table["model"]]),
         **dict.fromkeys(DRAFTING, drafting),
+        "verify_reads": drafting & ~table["gpu"].isin(PACKED).to_numpy(),
         "tree_s": drafting & (rows.top_k > 1),
         **dict.fromkeys(("prefill", "prompt_layer_s"), served),
         "attention_layer_s": (table["kind"] == "attention").to_numpy(),
         "context_tokens": rows.context_unknown,
     }
+
+
+def limited(term: str, value: Numbers) -> Numbers:
+    """What a term of the fit stands for: shares are at most 1, and the context is read at least once."""
+    if term in ("expert_efficiency", "draft_spread"):
+        return capped(value, 1.0)
+    return rounded_max(value, 1.0, _FLOOR) if term == "verify_reads" else value
+
+
+def era_of(version: str) -> str:
+    """The generation of an engine, whose overhead of drafting is pooled over families."""
+    return "2025" if version in OLDER else "2026"
+
+
+def eras(table: pd.DataFrame) -> pd.Series[str]:
+    return table["version"].map(era_of)
 
 
 def set_names(table: pd.DataFrame) -> npt.NDArray[np.str_]:
@@ -243,24 +274,9 @@ def fit(
     """The parameters of least softened relative error, held by their priors; at most `_MOST_ROWS` rows of each set.
 
     `start` is where the search begins; it ends when its sum of squares falls by less than the share `tolerance`.
-    Without a `start` each engine with experts is also tried from the other explanation of its times: few experts are
-    touched, and slowly read.
     """
-    if start is not None:
-        return _search(table, start, tolerance)[0]
-    best, least = _search(table, {}, tolerance)
-    experts = np.array([model(name).experts > 0 for name in table["model"]])
-    for version in np.unique((table["family"] + " " + table["version"])[experts]):
-        other = {("expert_spread", "version", version): -0.5, ("expert_efficiency", "version", version): -1.0}
-        values, squares = _search(table, best | other, tolerance)
-        if squares < least:
-            best, least = values, squares
-    return best
-
-
-def _search(table: pd.DataFrame, start: Mapping[Param, float], tolerance: float) -> tuple[dict[Param, float], float]:
-    """Return the parameters that a search from `start` ends at, and half their sum of squares."""
-    design = Design.of(_thinned(table))
+    # Goodput and times between tokens are of the same runs: either is told by the other.
+    design = Design.of(_thinned(table[table["kind"] != "goodput"]))
     spread = design.spread
 
     def residuals(x: Floats) -> Floats:
@@ -271,9 +287,9 @@ def _search(table: pd.DataFrame, start: Mapping[Param, float], tolerance: float)
     def slopes(x: Floats) -> Floats:
         return np.concatenate([_residual_slopes(design, x), np.eye(len(x))])
 
-    begin = np.array([start.get(param, 0.0) for param in design.params]) / spread
+    begin = np.array([(start or {}).get(param, 0.0) for param in design.params]) / spread
     solution = least_squares(residuals, begin, jac=slopes, max_nfev=100, ftol=tolerance, xtol=1e-6)
-    return dict(zip(design.params, (solution.x * spread).tolist(), strict=True)), float(solution.cost)
+    return dict(zip(design.params, (solution.x * spread).tolist(), strict=True))
 
 
 def _thinned(table: pd.DataFrame) -> pd.DataFrame:

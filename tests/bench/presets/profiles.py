@@ -16,17 +16,18 @@ import numpy as np
 import pandas as pd
 from pydantic import BaseModel
 
-from bench.presets.measurements import ERRORS, error_row
+from bench.presets.measurements import ERRORS, REPEATED, error_row
 from bench.presets.profile_data import EAGLE3_VOCAB, KERNEL_GPUS, VLLM, measurements
-from bench.presets.profile_fit import DRAFTING, ENOUGH, PRIORS, Param, fit, predict, set_names
+from bench.presets.profile_fit import DRAFTING, ENOUGH, PRIORS, Param, era_of, eras, fit, limited, predict, set_names
 from tltlab.arrays import Floats
-from tltlab.costs.evidence import LEVEL, SPECULATING, Distance
+from tltlab.costs.evidence import GOODPUT, LEVEL, SPECULATING, Distance
 from tltlab.costs.profiles import (
     LEFT_OUT,
     MEASURED,
     Bound,
     Efficiencies,
     EngineProfile,
+    Experts,
     MeasurementSet,
     Profiles,
     Quantised,
@@ -40,13 +41,14 @@ FOLDS = {"model": "model", "gpu": "gpu", "engine": "family", "weights": "weights
 """Parts left out, and their columns; kernel tables are no engine and stay, and so do weights in bf16."""
 COLUMNS = (*ERRORS, "pooled", "left_out", "bias", "median_abs_error", "inside", "sign")
 KINDS: dict[Literal["dense", "experts"], bool] = {"dense": False, "experts": True}
+ASKED = {"": "plain", SPECULATING: "speed-up of iterations", GOODPUT: "speed-up of goodput"}
 NO_DIFFERENCE = 0.03
 """Measured speed-ups that are nearer to 1 have no sign: repeats of one cell differ by as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """Errors on what was left out of a fit: `rows` has a cell's `set`, `fold`, `experts`, `drafting`, `off`, `weight`.
+    """Errors on what was left out of a fit: `rows` has a cell's `set`, `fold`, `experts`, `asked`, `off`, `weight`.
 
     `off` is the absolute logarithm of predicted over measured, `right` 1 where a speed-up is predicted on the right
     side of 1 (NaN: none was asked for or measured). A set counts as at most `ENOUGH` cells, as in the fit.
@@ -58,7 +60,7 @@ class Residuals:
     def of(cls, table: pd.DataFrame) -> Residuals:
         folds = [fold for fold in ("", *FOLDS) if _column(fold) in table]
         shared = table[["set"]].assign(
-            experts=[model(name).experts > 0 for name in table["model"]], drafting=table["draft_depth"] > 0
+            experts=[model(name).experts > 0 for name in table["model"]], asked=_asked(table)
         )
         parts = [
             shared.assign(fold=fold, cell=table.index, off=_off(table[_column(fold)]), right=_right(table, fold))
@@ -75,14 +77,17 @@ class Residuals:
         """Those of `MEASURED` or `LEFT_OUT`."""
         return self.where(self.rows["apart"] if name == LEFT_OUT else self.rows["fold"] == PART)
 
-    def kind(self, *, experts: bool, drafting: bool) -> Residuals:
-        """Those of models with or without experts, of speed-ups or plain; where one set alone has them, of all models.
+    def kind(self, *, experts: bool, asked: str) -> Residuals:
+        """Those of models with or without experts, of what is asked; where one set alone has them, of what is nearest.
 
-        A single set says nothing of the next one; the wider of both is taken by `most`.
+        A single set says nothing of the next one. The nearest are other speed-ups, then all models.
         """
-        asked = self.where(self.rows["drafting"] == drafting)
-        own = asked.where(asked.rows["experts"] == experts)
-        return own if own.rows["set"].nunique() > 1 else asked
+        rows = self.rows
+        same, kin = rows["experts"] == experts, rows["asked"] == asked
+        for chosen in (same & kin, same & (rows["asked"] != "") & bool(asked)):
+            if rows["set"][chosen].nunique() > 1:
+                return self.where(chosen)
+        return self.where(kin)
 
     def most(self) -> float:
         """The logarithm that nine in ten cells of a further set do not exceed.
@@ -94,22 +99,23 @@ class Residuals:
         reached = rows["weight"].cumsum() / rows["weight"].sum() >= 1 - (1 - LEVEL) * num / (num + 1) - 1e-9
         return float(rows["off"][reached].iloc[0])
 
-    def bound(self, *, experts: bool, drafting: bool) -> tuple[float, float]:
+    def bound(self, *, experts: bool, asked: str) -> tuple[float, float]:
         """(median, what nine in ten do not exceed) of these, as factors less 1."""
-        asked = self.where((self.rows["experts"] == experts) & (self.rows["drafting"] == drafting))
-        most = max(asked.most(), self.kind(experts=experts, drafting=drafting).most())
-        return _round(np.expm1(asked.rows["off"].median())), _round(np.expm1(most))
+        kind = self.kind(experts=experts, asked=asked)
+        own = self.where((self.rows["experts"] == experts) & (self.rows["asked"] == asked))
+        own = own if len(own.rows) else kind
+        return _round(np.expm1(own.rows["off"].median())), _round(np.expm1(max(own.most(), kind.most())))
 
     def held(self) -> pd.Series[float]:
         """True where a cell lies in the interval of the other sets for its distance and kind."""
         held = pd.Series(np.nan, self.rows.index)
         for name in (MEASURED, LEFT_OUT):
             near = self.distance(name)
-            for (experts, drafting), asked in near.rows.groupby(["experts", "drafting"]):
-                kind = near.kind(experts=bool(experts), drafting=bool(drafting))
-                for of, cells in asked.groupby("set"):
+            for (experts, asked), cells in near.rows.groupby(["experts", "asked"]):
+                kind = near.kind(experts=bool(experts), asked=str(asked))
+                for of, own in cells.groupby("set"):
                     if (others := kind.where(kind.rows["set"] != of)).rows.size:
-                        held[cells.index] = (cells["off"] <= others.most()).astype(float)
+                        held[own.index] = (own["off"] <= others.most()).astype(float)
         return held
 
 
@@ -124,16 +130,17 @@ class Shipped:
 
 
 ENGINES = {
-    "vllm": Shipped(family="vllm", version=VLLM, versions="vLLM V1, 0.18 to 0.24"),
+    "vllm": Shipped(family="vllm", version=VLLM, versions="vLLM V1, 0.16 to 0.24"),
     "vllm-0.12": Shipped(family="vllm", version="0.12", versions="vLLM V1, 0.12"),
     "sglang": Shipped(family="sglang", version="0.5", versions="SGLang 0.5"),
     "sglang-0.4": Shipped(
         family="sglang", version="0.4", versions="SGLang 0.4 and TLT's, which is made of it", draft_vocab=None
     ),
-    "tensorrt-llm": Shipped(family="tensorrt-llm", version="1.0", versions="TensorRT-LLM 1.0"),
+    "tensorrt-llm": Shipped(family="tensorrt-llm", version="1.0", versions="TensorRT-LLM 1.0 to 1.2"),
 }
 NO_DRAFTS = (
-    "No speculation was measured with this engine: its drafting terms are what other engines have in common, pooled."
+    "No speculation was measured with this engine: its drafting terms are what others of its generation, {}, have in "
+    "common, pooled."
 )
 TREE_CONTEXT = "TLT gives no context for its speed-ups: {:.0f} tokens per request fit best."
 
@@ -147,7 +154,7 @@ class ProfileFit:
 
     def term(self, name: str, *, gpu: str = "", family: str = "", version: str = "") -> float:
         """A term for a GPU, a family and a version of it; a level without a name is left at its typical value."""
-        levels = {"": "", "gpu": gpu, "family": family, "version": f"{family} {version}"}
+        levels = {"": "", "gpu": gpu, "era": era_of(version), "family": family, "version": f"{family} {version}"}
         deviation = sum(self.values.get((name, level, value), 0.0) for level, value in levels.items())
         return PRIORS[name].typical * float(np.exp(deviation))
 
@@ -171,7 +178,7 @@ def validated(data: Path) -> ProfileFit:
     fitting = fitted(data)
     table = fitting.table
     engine, drafting = table["family"] != "kernels", table["draft_depth"] > 0
-    server = table["family"] + "|" + table["version"]
+    server, era = table["family"] + "|" + table["version"], eras(table)
     together = server + "|" + table["gpu"] + "|" + table["model"] + "|" + table["weights"]
     thirds = pd.concat([_thirds(part) for _, part in table[engine].groupby("set")])
     table = table.assign(cell=together, third=thirds.reindex(table.index))
@@ -181,6 +188,8 @@ def validated(data: Path) -> ProfileFit:
             fold_rows = engine & (table[column] == value)
             rest = ~fold_rows
             lacking = ~table["weights"].isin(table["weights"][rest]) & (fold != "weights")
+            lacking |= ~table["kv"].isin(table["kv"][rest])
+            lacking |= drafting & ~era.isin(era[drafting & rest])
             lacking |= drafting & ~server.isin(server[drafting & rest]) & (fold != "engine")
             for asked in ("gpu", "model", "weights") if fold == SET else ():
                 known = server + table[asked] + np.where(drafting, SPECULATING, "")
@@ -199,6 +208,7 @@ def shipped(fitting: ProfileFit) -> Profiles:
         knee=_round(fitting.term("knee")),
         quantised=Quantised(**_terms(fitting, Quantised, "quantised_")),
         int4=Quantised(**_terms(fitting, Quantised, "int4_")),
+        experts=Experts(**_terms(fitting, Experts)),
         typical=Efficiencies(**_terms(fitting, Efficiencies)),
         gpus={name: Efficiencies(**_terms(fitting, Efficiencies, gpu=name)) for name in gpus},
         engines={name: _engine(fitting, name, of) for name, of in ENGINES.items()},
@@ -218,9 +228,9 @@ def _class_errors(table: pd.DataFrame) -> dict[Literal["dense", "experts"], dict
     residuals = _of_engines(table)
     return {
         kind: {
-            name + (SPECULATING if drafting else ""): residuals.distance(name).bound(experts=experts, drafting=drafting)
+            name + asked: residuals.distance(name).bound(experts=experts, asked=asked)
             for name in (MEASURED, LEFT_OUT)
-            for drafting in (False, True)
+            for asked in ASKED
         }
         for kind, experts in KINDS.items()
     }
@@ -236,19 +246,19 @@ def coverage(data: Path) -> pd.DataFrame:
     residuals, errors = _of_engines(fitting.table), shipped(fitting).errors
     rows = residuals.rows.assign(held=residuals.held())
     found: list[dict[str, object]] = []
-    for (kind, experts), drafting in product(KINDS.items(), (False, True)):
-        near, far = (errors[kind][name + (SPECULATING if drafting else "")][1] for name in (MEASURED, LEFT_OUT))
+    for (kind, experts), (asked, what) in product(KINDS.items(), ASKED.items()):
+        near, far = (errors[kind][name + asked][1] for name in (MEASURED, LEFT_OUT))
         between = float(np.expm1(np.sqrt(np.log1p(near) * np.log1p(far))))
-        asked = rows[(rows["experts"] == experts) & (rows["drafting"] == drafting)]
-        asked.loc[asked["fold"] == SET, "held"] = (asked["off"] <= np.log1p(between)).astype(float)
+        found_of = rows[(rows["experts"] == experts) & (rows["asked"] == asked)]
+        found_of.loc[found_of["fold"] == SET, "held"] = (found_of["off"] <= np.log1p(between)).astype(float)
         for distance, width, folds in zip(
             get_args(Distance), (near, between, far), ((PART,), (SET,), APART), strict=True
         ):
             for fold in folds if len(folds) == 1 else ("", *folds):
-                cells = asked[asked["fold"].isin(folds) if not fold else asked["fold"] == fold]
+                cells = found_of[found_of["fold"].isin(folds) if not fold else found_of["fold"] == fold]
                 if len(cells):
                     found.append(
-                        {"kind": kind, "asked": "speed-up" if drafting else "plain", "distance": distance,
+                        {"kind": kind, "asked": what, "distance": distance,
                          "left_out": fold, "sets": cells["set"].nunique(), "n_points": len(cells),
                          "median": float(np.expm1(cells["off"].median())), "width": width,
                          "inside": float(cells["held"].mean()), "sign": float(cells["right"].mean())}
@@ -268,7 +278,7 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
     table = fitting.table[fitting.table["family"] != "kernels"]
     table = table.assign(
         engine=(table["family"] + " " + table["version"]).str.strip(),
-        asked=np.where(table["draft_depth"] > 0, "speed-up", "plain"),
+        asked=_asked(table).map(ASKED),
         **{f"{fold}_inside": np.nan for fold in ("", *FOLDS)},
     )
     _mark_inside(table, shipped(fitting))
@@ -311,6 +321,12 @@ def _row(source: str, what: str, part: pd.DataFrame, fold: str, *, pooled: bool)
     return *error_row(source, f"{what}: {how}: {note}", not fold, error, note), *figures
 
 
+def _asked(table: pd.DataFrame) -> pd.Series[str]:
+    """Key of `ASKED` of every measurement: speed-ups are of tokens per second where nobody says otherwise."""
+    speedup = table["source"].eq(REPEATED).map({True: SPECULATING, False: GOODPUT})
+    return speedup.where(table["draft_depth"] > 0, "")
+
+
 def _column(fold: str) -> str:
     return f"{fold}_error" if fold else "error"
 
@@ -320,20 +336,22 @@ def _errors(table: pd.DataFrame, values: dict[Param, float]) -> Floats:
 
 
 def _terms(fitting: ProfileFit, of: type[BaseModel], kind: str = "", gpu: str = "") -> dict[str, float]:
-    return {name: _round(fitting.term(kind + name, gpu=gpu)) for name in of.model_fields}
+    values = {name: fitting.term(kind + name, gpu=gpu) for name in of.model_fields}
+    return {name: _round(limited(name, value)) for name, value in values.items()}
 
 
 def _engine(fitting: ProfileFit, name: str, of: Shipped) -> EngineProfile:
     table = fitting.table
     measurements = _rows_of(table, of)
+    measurements = measurements[measurements["kind"] != "goodput"]
     at = {"family": of.family, "version": of.version}
     seconds = (
         "step_s", "layer_s", "qk_norm_layer_s", "quantised_layer_s", "quantised_kv_layer_s", "expert_layer_s",
-        "allreduce_s", "per_request_s", "expert_spread", *DRAFTING,
+        "allreduce_s", "per_request_s", *DRAFTING,
     )  # fmt: skip
     notes = []
     if not (measurements["draft_depth"] > 0).any():
-        notes.append(NO_DRAFTS)
+        notes.append(NO_DRAFTS.format(era_of(of.version)))
     if (measurements["source"] == "TLT").any():
         notes.append(TREE_CONTEXT.format(fitting.term("context_tokens")))
     return EngineProfile(
@@ -341,7 +359,6 @@ def _engine(fitting: ProfileFit, name: str, of: Shipped) -> EngineProfile:
         versions=of.versions,
         memory=_round(fitting.term("memory", **at) / fitting.term("memory")),
         prefill_efficiency=_round(fitting.term("prefill", **at)),
-        expert_efficiency=_round(fitting.term("expert_efficiency", **at)),
         draft_vocab=of.draft_vocab,
         measured=tuple(_measured(part) for _, part in measurements.groupby("set", sort=False)),
         notes=tuple(notes),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tltlab.calibration.cross_validation import error_quantiles
-from tltlab.costs.evidence import LEVEL, SPECULATING, Evidence, interval
+from tltlab.costs.evidence import GOODPUT, LEVEL, SPECULATING, Evidence, interval
 from tltlab.costs.load import load_costs, presets
 from tltlab.costs.profiles import MEASURED, profiles
 from tltlab.hardware import model as shape
@@ -34,6 +34,9 @@ def test_errors_grow_with_what_was_not_measured():
     assert evidence("model").error(speculates=True) == added(0.1, 0.05)
     assert evidence("model", drafting_unmeasured=("gpu",)).speedup_error() == pytest.approx(0.3)
     assert evidence("model", speculation=False).speedup_error() is None
+    served = evidence("model").model_copy(update={"left_out": LEFT_OUT | {f"model{GOODPUT}": (0.02, 0.04)}})
+    assert served.speedup_error() == pytest.approx(0.04)
+    assert served.error(speculates=True) == added(0.1, 0.05)
 
 
 def test_interpolated_lies_between_measured_together_and_never_measured():
@@ -76,7 +79,7 @@ def test_measured_sets_are_surer_than_interpolation():
             apart = at.model_copy(update={
                 "unmeasured": ("together",), "drafting_unmeasured": ("together",),
                 "fitted": {f"all{part}": profiles().errors["experts" if shape(one.model).experts else "dense"][
-                    MEASURED + part] for part in ("", SPECULATING)},
+                    MEASURED + part] for part in ("", SPECULATING, GOODPUT)},
             })  # fmt: skip
             assert own < (apart.speedup_error() if kind else apart.error())
 

