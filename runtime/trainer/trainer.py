@@ -225,17 +225,15 @@ class Trainer:
         self._samples = list(samples)
         config = self.config
         self._rank_of = [0] * len(samples) if rank_of is None else list(rank_of)
-        both = self._own_logprobs(self.policy, list(range(len(samples))), entropy=True)
+        rows = range(len(samples))
+        both = self._own_logprobs(self.policy, rows, entropy=True)
         self._old = [part[:, 0].contiguous() for part in both]
         self._refuse_infinite(self._old, f"RL step {rl_step}: the policy's log-probs", "look at the policy's weights")
-        drawn = [s.drawn()[: len(old)] for s, old in zip(self._samples, self._old, strict=True)]
-        old, behaviour = (
-            torch.cat([torch.empty(0), *(part[mask] for part, mask in zip(parts, drawn, strict=True))])
-            for parts in (self._old, self._behaviour())
+        old, behaviour, entropies = (
+            self._drawn(parts, rows) for parts in (self._old, self._behaviour(), [part[:, 1] for part in both])
         )
         sums, largest = mismatch_sums(old, behaviour, cap=config.correction_cap)
-        entropies = (part[mask, 1].double().sum() for part, mask in zip(both, drawn, strict=True))
-        sums = torch.cat([sums, sum(entropies, torch.zeros(1, dtype=torch.float64))])
+        sums = torch.cat([sums, entropies.double().sum()[None]])
         self._sum(sums)
         self._entropy = float(sums[-1] / sums[0].clamp(min=1))
         of_ranks = torch.zeros(self.data_ranks, dtype=torch.float64)
@@ -531,14 +529,17 @@ class Trainer:
         """Return the KL of the policy from its state at `old_logprobs`, on samples of every length."""
         stride = max(len(self._samples) // DRIFT_SAMPLES, 1)
         rows = sorted(range(len(self._samples)), key=lambda i: len(self._samples[i].token_ids))[::stride]
-        drawn = [self._samples[i].drawn()[: len(self._old[i])] for i in rows]
-        parts = zip(self._own_logprobs(self.policy, rows), drawn, strict=True)
-        new = torch.cat([torch.empty(0), *(logp[mask] for logp, mask in parts)])
-        old = torch.cat([torch.empty(0), *(self._old[i][mask] for i, mask in zip(rows, drawn, strict=True))])
+        new = self._drawn(self._own_logprobs(self.policy, rows), rows)
+        old = self._drawn([self._old[i] for i in rows], rows)
         sums = torch.stack([kl_estimate(old, new).double().sum(), torch.tensor(len(old)).double()])
         self._sum(sums)
         kl, num = sums.tolist()
         return kl / num if num else 0.0
+
+    def _drawn(self, parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+        """Return together the numbers of tokens that a policy drew; `parts` are this rank's of the samples `rows`."""
+        samples = zip(parts, rows, strict=True)
+        return torch.cat([torch.empty(0), *(part[self._samples[i].drawn()[: len(part)]] for part, i in samples)])
 
     def _behaviour(self) -> list[Tensor]:
         """Return [n] of the samples that this rank computes, [0] of the others."""

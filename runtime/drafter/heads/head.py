@@ -151,9 +151,9 @@ class DrafterHead(nn.Module, ABC):
         """Return logits of states of the head (..., H): (..., V), or (..., D) for a head with `draft_ids`."""
         return self.features(states) @ self.output_weight(frozen).T
 
-    def greedy(self, states: Tensor, frozen: FrozenTarget) -> Tensor:
-        """Return the likeliest token after each state (..., H) of the head: token ids (...)."""
-        best = self.logits(states, frozen).argmax(-1)
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """Return the likeliest token by each of the head's logits (..., V) or (..., D): token ids (...)."""
+        best = logits.argmax(-1)
         return best if self.draft_ids is None else self.draft_ids[best]
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -154,8 +154,7 @@ def _token_loss(
             probabilities[within.amax(-1) < expected.amax(-1)] = 0.0
         logits = head.logits(drafted, frozen).float()
         with torch.no_grad():
-            best = logits.argmax(-1)
-            greedy = best if head.draft_ids is None else head.draft_ids[best]
+            greedy = head.likeliest(logits)
             scaled = expected / temperature
             probability = (scaled.gather(1, greedy[:, None])[:, 0] - scaled.logsumexp(-1)).exp()
         cross = -(probabilities * torch.log_softmax(logits, -1))

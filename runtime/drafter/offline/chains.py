@@ -42,7 +42,7 @@ def kept_along(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequen
     of_rows = torch.zeros(batch.num_rows, dtype=torch.uint8, device=batch.mask.device)
     for _ in range(max_depth):
         states, at, inside = chains.step()
-        greedy = torch.cat([head.greedy(part, frozen) for part in states.split(CHUNK)])
+        greedy = torch.cat([head.likeliest(head.logits(part, frozen)) for part in states.split(CHUNK)])
         chains.keep(inside & batch.mask[chains.rows] & (greedy == batch.next_token_ids[at]))
         if not len(chains.rows):
             break

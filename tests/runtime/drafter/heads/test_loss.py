@@ -55,7 +55,7 @@ def obedient(head, frozen, sequence):
     for row in range(sequence.num_rows - 1):
         if row % 5 < 4:
             state = drafted_states(head, frozen, sequence, row, 1)[0]
-            sequence.token_ids[row + 2] = head.greedy(state, frozen)
+            sequence.token_ids[row + 2] = head.likeliest(head.logits(state, frozen))
     return sequence
 
 

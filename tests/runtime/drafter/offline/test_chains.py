@@ -15,7 +15,7 @@ def draft(head, frozen, sequence, known, depth):
     states = head.first_states(sequence.hidden, sequence.aux)[: known - 1]
     for _ in range(depth):
         out = one_pass(head, frozen, text[1:], states, sequence.first_position)[-1:]
-        text.append(int(head.greedy(out, frozen)))
+        text.append(int(head.likeliest(head.logits(out, frozen))))
         states = torch.cat([states, out])
     return text[known:]
 
