@@ -121,7 +121,7 @@ class RolloutTools:
 class Collected:
     """One RL step's rollout: the training data, and the engines' work for it.
 
-    `trajectories` are whole groups with their rewards; `groups[i]` numbers the prompt of trajectory i.
+    `groups` are the whole responses to a prompt each, with their rewards.
     `parts[w].responses[i]` answers `requests[w][i]` on worker w. All rounds are merged: times are since the first began
     and iterations are numbered through. By key of the request: `epochs`, and the `rewards` of whole responses (a cut
     one has none). `num_dropped` more groups cannot train. `rollout_s` runs from the first round to the end of the last,
@@ -129,8 +129,7 @@ class Collected:
     the three add up. `figures` are for the RL step's metrics, by name.
     """
 
-    trajectories: list[Trajectory]
-    groups: list[int]
+    groups: list[list[Trajectory]]
     requests: Shares
     parts: list[Rollout]
     epochs: dict[Key, int]
@@ -141,6 +140,10 @@ class Collected:
     score_s: float = 0.0
     notes: list[str] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [t for group in self.groups for t in group]
 
 
 class Rounds:
@@ -276,8 +279,7 @@ class SynchronousRollouts(Rollouts):
             useful = range(len(new)) if max_rounds == 1 else sorted(self._useful(new))
             groups += [new[number] for number in useful]
         return Collected(
-            trajectories=[t for group in groups for t in group],
-            groups=[n for n, group in enumerate(groups) for _ in group],
+            groups=groups,
             requests=rounds.requests,
             parts=rounds.parts,
             epochs=epochs,
@@ -293,9 +295,7 @@ class SynchronousRollouts(Rollouts):
         train, cap = self.recipe.train, self.recipe.rollout.max_response_tokens
         if train.overlong == "penalty":
             train = train.model_copy(update={"overlong": "keep"})
-        samples = samples_of(
-            [t for group in groups for t in group], [n for n, group in enumerate(groups) for _ in group]
-        )
+        samples = samples_of(groups)
         useful = useful_groups(samples, train, cap)
         if train.sampling_term is not None:
             term = [term.label for term in self.recipe.reward_terms].index(train.sampling_term)
@@ -349,21 +349,22 @@ def rewarded(trajectories: Sequence[Trajectory], tools: RolloutTools) -> list[Tr
     return [replace(t, reward=reward, terms=terms) for t, (reward, terms) in zip(trajectories, scored, strict=True)]
 
 
-def samples_of(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> list[Sample]:
-    """Return the training samples of whole responses; `groups[i]` numbers the prompt of trajectory i."""
+def samples_of(groups: Sequence[Sequence[Trajectory]]) -> list[Sample]:
+    """Return the training samples of whole responses, each group those to a prompt."""
     return [
         Sample(
             prompt_token_ids=t.prompt.token_ids,
             token_ids=t.token_ids,
             logprobs=t.logprobs,
             reward=t.reward if t.reward is not None else 0.0,
-            group=group,
+            group=number,
             truncated=t.truncated,
             from_tool=t.from_tool,
             name=f"sample {t.sample} of prompt {t.prompt.prompt_id}",
             terms=t.terms,
         )
-        for t, group in zip(trajectories, groups, strict=True)
+        for number, group in enumerate(groups)
+        for t in group
     ]
 
 

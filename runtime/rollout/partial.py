@@ -191,8 +191,7 @@ class PartialRollouts(Rollouts):
         self._lengths.train(whole)
         num_aborted = sum(response.finish_reason == "abort" for response in responses.values())
         return Collected(
-            trajectories=[t for group in whole for t in group.trained],
-            groups=[n for n, group in enumerate(whole) for _ in group.trained],
+            groups=[group.trained for group in whole],
             requests=rounds.requests,
             parts=rounds.parts,
             epochs={t.key(tools.rl_step): t.epoch for group in groups for t in group.samples},

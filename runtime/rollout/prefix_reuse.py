@@ -117,7 +117,8 @@ class ReusingRollouts(Rollouts):
         """Roll out one RL step."""
         rollout = self.recipe.rollout
         batch = self.order.take(rollout.prompts_per_step)
-        slots = [(number, sample) for _, number in batch for sample in range(rollout.group_size)]
+        size = rollout.group_size
+        slots = [(number, sample) for _, number in batch for sample in range(size)]
         blank = [t for epoch, number in batch for t in self._blank(number, epoch)]
 
         start = time.perf_counter()
@@ -142,8 +143,7 @@ class ReusingRollouts(Rollouts):
         self._remember(trajectories, prefixes, tools)
         score_s += time.perf_counter() - start
         return Collected(
-            trajectories=trajectories,
-            groups=[n for n in range(len(batch)) for _ in range(rollout.group_size)],
+            groups=[trajectories[i : i + size] for i in range(0, len(trajectories), size)],
             requests=rounds.requests,
             parts=rounds.parts,
             epochs={t.key(tools.rl_step): t.epoch for t in trajectories},

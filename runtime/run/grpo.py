@@ -475,11 +475,11 @@ class GrpoRun:
         for note in collected.notes:
             self.events.note(note)
         self._ahead.begin(rl_step + 1)
-        samples = samples_of(collected.trajectories, collected.groups)
+        samples = samples_of(collected.groups)
         if self._own_advantage is not None:
             samples = self._own_advantage(samples)
         config, cap = self.recipe.train, self.recipe.rollout.max_response_tokens
-        num_groups = len(set(collected.groups)) + collected.num_dropped
+        num_groups = len(collected.groups) + collected.num_dropped
         mixed = len(useful_groups(samples, config, cap)) / num_groups if num_groups else math.nan
         nothing_to_learn = check(samples, config, cap, rl_step)
         if nothing_to_learn is not None:
