@@ -59,6 +59,8 @@ LEARNED, TEXT = (0.62, 1.52), (0.7, 1.3)
 LEARNED holds nine in ten of 21 pairs of an EAGLE-3 head and a workload, against `geometric:0.7` at the same depth. TEXT
 holds the n-grams of gsm8k (.80) and ShareGPT (1.25) against `geometric:0.42`.
 """
+HELD = (0.93, 1.06)
+"""The same of a network's drafts deeper than those measured, from heads of two models at depths 3 to 8."""
 _REFERENCE_DEPTH = 5
 """Draft depth at which a range of tokens per iteration is turned into one of chances."""
 _FEW_STEPS, _DRAWS, _FEW_GROUPS = 5, 8, 4
@@ -100,6 +102,12 @@ class Band:
     def loses(self) -> bool:
         """True if a slowdown is within the range."""
         return self.low < 1.0
+
+    @property
+    def costs_width(self) -> float:
+        """Factor between the ends of the range of the costs alone."""
+        low, high = self.effects["costs"]
+        return math.exp(high - low)
 
     def with_ends(self, name: Source, speed_ups: Sequence[float]) -> Band:
         """The band where an input makes the estimate one of these speed-ups at the ends of its range."""
@@ -173,6 +181,8 @@ class InputErrors:
                 tokens[name] = usual
             elif recorded:
                 tokens[name] = recorded_tokens(trace, name) or usual
+            elif scenario.registry[name].has_network and scenario.held(s for s in strategies if s.drafter == name):
+                tokens[name] = HELD
         return cls(speed_up=speed_up, seconds=unstated if seconds is None else seconds, tokens=tokens)
 
     def of_tokens(self) -> Effect:

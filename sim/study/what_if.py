@@ -63,6 +63,9 @@ COUNTS, PROMPT_TOKENS, TRAINED_AT, MOVES = (16, 2048), 1024, "2k", 0.02
 """Responses per RL step, prompt lengths, and the context at which a drafter was trained, that are also tried where
 nothing states them; an assumption is named where one of these moves the speed-up by more than `MOVES`.
 """
+UNSURE, SLOWDOWN = 1.6, 0.8
+"""Costs cannot say if drafts pay where the ends of their range lie this factor apart and such a slowdown is in it."""
+MEASURE = "Measure it with `tltlab profile`"
 WITHOUT_TRAINING, WITH_TRAINING = "without_training", "with_training"
 
 
@@ -228,6 +231,8 @@ class WhatIf:
             found = f"{self.running.head}. Over plain decoding, speculation would"
         if best.rollout.estimate < 1.005:
             return f"{upper}{found} not make the rollout faster: {best.band}."
+        if best.band.low < SLOWDOWN and best.band.costs_width > UNSURE:
+            return f"{upper}Cannot say if speculation would speed up the rollout: {best.band}. {MEASURE}."
         whole = best.rl_step_band
         step = "" if whole is None else f", the RL step {whole.estimate:.2f}x ({whole.range_text})"
         loses = "; a slowdown is within that range" if round(best.band.low, 2) < 1.0 and best.drafts else ""
@@ -325,6 +330,10 @@ class WhatIf:
                     ends = answer.band.of_input("acceptance")
                     effect = f"rollout {ends[0]:.2f}x to {ends[1]:.2f}x"
                     assume(f"acceptance of {drafter}", text, effect, *ends)
+            if held := self.scenario.held(answer.policy.strategies):
+                what = "drafts deeper than measured, each token kept with the last one's chance"
+                ends = answer.band.of_input("acceptance")
+                assume(what, ", ".join(map(str, held)), f"rollout {ends[0]:.2f}x to {ends[1]:.2f}x", *ends)
         if self.with_epochs is not None:
             value = " and ".join(f"{name} {text}" for name, text in WITH_EPOCHS.items())
             effect = f"with them {value}: rollout {self.with_epochs:.2f}x"

@@ -133,8 +133,8 @@ def test_a_fitted_file_marks_copying_drafters():
     assert copies.outside(deeper) == ["draft_depth"]
     network = MeasuredAcceptance.at_any_batch({"mine": {4: depth}}, copies={"mine": False})
     assert network.curve(Strategy.chain("mine", 2)).tolist() == pytest.approx([0.4, 0.4])
-    with refused(ConfigError, naming=(6, "'mine'")):
-        network.curve(deeper)
+    with refused(ConfigError, naming=(17, "'mine'")):
+        network.curve(Strategy.chain("mine", 17))
     for kind in ({"kind": "fitted", "drafters": {"mine": {4: depth}}},
                  {"kind": "by-batch", "bands": [{"max_batch": None, "drafters": {"mine": {4: depth}}}]}):  # fmt: skip
         with refused(ConfigError, naming=("copies", "'mine'")):

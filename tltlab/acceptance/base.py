@@ -357,7 +357,7 @@ class GeometricAcceptance(Distribution):
 
 
 class ChainAcceptance(Distribution):
-    """Chain drafts, kept up to token i with the chance `kept[i - 1]`; nothing is known of deeper ones.
+    """Chain drafts, kept up to token i with the chance `kept[i - 1]`, deeper ones as `held` has it.
 
     >>> ChainAcceptance(kept=(0.8, 0.6)).tokens_per_iteration(Strategy.chain("ngram", 2))
     2.4
@@ -374,19 +374,18 @@ class ChainAcceptance(Distribution):
 
     def distribution(self, strategy: Strategy) -> Floats:
         only_chains(strategy, "acceptance token by token")
-        if strategy.reach > len(self.kept):
-            raise ConfigError(
-                f"{len(self.kept)} chances are given, one for each token of a draft, and {strategy} is deeper"
-            )
-        return from_survival(np.array(self.kept[: strategy.reach]))
+        return from_survival(held(np.array(self.kept), strategy.reach))
+
+    def outside(self, strategy: Strategy) -> list[str]:
+        return ["draft_depth"] if strategy.reach > len(self.kept) else []
 
 
 class LengthsAcceptance(Distribution):
     """Chain drafts of depth d that yield `lengths[d - 1]` tokens on average, the bonus token included.
 
     Each depth is measured separately, so deeper drafts may yield less, as a block drafter's do. At one depth a
-    token is kept, given those before it, with the one chance that makes the mean right; nothing is known of deeper
-    drafts.
+    token is kept, given those before it, with the one chance that makes the mean right. Beyond these depths each
+    further token adds to the mean what `held` gives of the additions so far, a last one below 0 nothing.
 
     >>> model = LengthsAcceptance(lengths=(1.8, 2.4, 2.2))
     >>> [round(model.tokens_per_iteration(Strategy.chain("block", depth)), 6) for depth in (1, 2, 3)]
@@ -403,16 +402,30 @@ class LengthsAcceptance(Distribution):
                 raise ValueError(f"lengths: a draft of depth {depth} yields at most {depth + 1} tokens, got {length:g}")
         return self
 
-    @cached_property
-    def _alphas(self) -> tuple[float, ...]:
-        return tuple(chain_alpha(length - 1.0, depth) for depth, length in enumerate(self.lengths, start=1))
-
     def distribution(self, strategy: Strategy) -> Floats:
         only_chains(strategy, "acceptance by accept length")
-        if strategy.draft_depth > len(self.lengths):
-            raise ConfigError(f"accept lengths are given for depths 1 to {len(self.lengths)}, and {strategy} is deeper")
-        alpha = self._alphas[strategy.draft_depth - 1]
+        depth, known = strategy.draft_depth, len(self.lengths)
+        accepted = self.lengths[min(depth, known) - 1] - 1.0
+        if depth > known:
+            accepted += held(np.maximum(np.diff((1.0, *self.lengths)), 0.0), depth)[known:].sum()
+        alpha = chain_alpha(accepted, depth)
         return geometric(alpha, strategy.reach)
+
+    def outside(self, strategy: Strategy) -> list[str]:
+        return ["draft_depth"] if strategy.draft_depth > len(self.lengths) else []
+
+
+def held(kept: Floats, depth: int) -> Floats:
+    """P(accepted >= i), i = 1..depth, from those of fewer tokens: each further one has the last one's own chance.
+
+    That is its chance given that all before it were accepted.
+
+    >>> held(np.array([0.8, 0.4]), 4).tolist()
+    [0.8, 0.4, 0.2, 0.1]
+    """
+    before = kept[-2] if len(kept) > 1 else 1.0
+    chance = min(kept[-1] / before, 1.0) if before > 0 else 0.0
+    return np.append(kept, kept[-1] * chance ** np.arange(1, depth - len(kept) + 1))[:depth]
 
 
 def chain_alpha(accepted: float, depth: int) -> float:

@@ -18,7 +18,7 @@ from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
-from .base import Distribution, chain_alpha, from_survival, geometric, known_drafter, only_chains
+from .base import Distribution, chain_alpha, from_survival, geometric, held, known_drafter, only_chains
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -118,9 +118,10 @@ class MeasuredAcceptance(Distribution):
 
     A depth that was not measured follows from the next larger measured one: its first d tokens for a learned drafter,
     `copied_runs` of it for one that copies text. On the n-gram drafts of arXiv 2601.11580 that errs by .1 % of
-    the tokens per draft at most, where cutting short errs by 11 %. Beyond the largest measured depth a learned drafter
-    raises ConfigError. Copies are extrapolated from depth 2 or more, up to `FARTHEST` times as deep (error .5 % there,
-    12 % from depth 1). `outside` marks copies at depths that were not measured.
+    the tokens per draft at most, where cutting short errs by 11 %. Beyond the largest measured depth, up to `FARTHEST`
+    times as deep, a learned drafter keeps each token with the chance of the last measured one, given those before it;
+    copies are extrapolated from depth 2 or more (error .5 % there, 12 % from depth 1). `outside` marks these depths,
+    and copies at all that were not measured.
     Tokens drafted scale with the depth. `copies` records for each drafter whether it copies text; names of `STANDARD`
     may be left out.
 
@@ -188,14 +189,17 @@ class MeasuredAcceptance(Distribution):
 
     def outside(self, strategy: Strategy) -> list[str]:
         measured = [band.drafters_by_depth.get(strategy.drafter, {}) for band in self.bands]
-        extrapolated = any(depths and strategy.reach not in depths for depths in measured)
-        return ["draft_depth"] if extrapolated and self.copied(strategy.drafter) else []
+        reach, copied = strategy.reach, self.copied(strategy.drafter)
+        assumed = any(depths and (reach not in depths if copied else reach > max(depths)) for depths in measured)
+        return ["draft_depth"] if assumed else []
 
     def distribution(self, strategy: Strategy) -> Floats:
         depth, fitted = self._measured(strategy)
         most = strategy.reach
         if depth != most and self.copied(strategy.drafter):
             return copied_runs(fitted.accepted, most)
+        if depth < most:
+            return from_survival(held(np.cumsum(fitted.accepted[:0:-1])[::-1], most))
         p = np.asarray(fitted.accepted)
         cut: Floats = np.append(p[:most], p[most:].sum())
         normalised: Floats = cut / cut.sum()
@@ -214,7 +218,7 @@ class MeasuredAcceptance(Distribution):
         depths, most = drafters[strategy.drafter], strategy.reach
         enough = [d for d in sorted(depths) if d >= most]
         deepest = max(depths)
-        if not enough and self.copied(strategy.drafter) and deepest >= 2 and most <= FARTHEST * deepest:
+        if not enough and deepest >= 1 + self.copied(strategy.drafter) and most <= FARTHEST * deepest:
             enough = [deepest]
         if not enough:
             raise ConfigError(

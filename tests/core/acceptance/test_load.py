@@ -72,7 +72,7 @@ def test_depth_between_is_larger_one_cut_short():
 
 def test_beyond_the_fit_nothing_is_known():
     for strategy, fact in (
-        (Strategy.chain("learned", 5), 4),
+        (Strategy.chain("learned", 17), 4),
         (Strategy.chain("ngram", 17), 4),
         (Strategy.chain("eagle", 2), "eagle"),
         (Strategy("ngram", 2, 4, 8), "tree"),
@@ -97,6 +97,22 @@ def test_a_file_gives_back_what_was_written(model, tmp_path):
     assert load_acceptance(model.write(tmp_path / "acceptance.json")) == model
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        ChainAcceptance(kept=(0.8, 0.4)),
+        LengthsAcceptance(lengths=(1.8, 2.2)),
+        MeasuredAcceptance.at_any_batch({"learned": {2: FittedDepth(accepted=(0.2, 0.4, 0.4), drafted=2.0)}}),
+    ],
+    ids=lambda model: model.kind,
+)
+def test_beyond_the_measured_depth_the_last_chance_is_held(model):
+    """Half of what was kept is kept again: 1 + .8 + .4, then .2 and .1 more."""
+    found = [model.tokens_per_iteration(Strategy.chain("learned", depth)) for depth in (2, 3, 4)]
+    assert found == pytest.approx([2.2, 2.4, 2.5])
+    assert [model.outside(Strategy.chain("learned", depth)) for depth in (2, 3)] == [[], ["draft_depth"]]
+
+
 def test_deeper_blocks_may_yield_less():
     model = load_acceptance("ngram=0.42,block=lengths:1.8/2.4/2.2")
     lengths = [model.tokens_per_iteration(Strategy.chain("block", depth)) for depth in (1, 2, 3)]
@@ -105,8 +121,7 @@ def test_deeper_blocks_may_yield_less():
     assert chance.tolist() == model.curve(Strategy.chain("block", 3)).tolist()[:2], (
         "a draft that is cut is no shallower"
     )
-    with refused(ConfigError, naming=("block:4", "3")):
-        model.curve(Strategy.chain("block", 4))
+    assert model.tokens_per_iteration(Strategy.chain("block", 4)) == pytest.approx(2.2)
     with refused(ConfigError, naming=("depth 2", "3.1")):
         load_acceptance("lengths:1.8/3.1")
     with refused(ConfigError, naming=("lengths",)):
@@ -173,8 +188,6 @@ def test_drafter_without_model_is_refused_by_name():
     for ask in (model.outside, model.in_state({}).check, model.in_state({}).tokens_per_iteration):
         with refused(ConfigError, naming=("'block'", "learned", "ngram")):
             ask(Strategy.chain("block", 2))
-    with refused(ConfigError, naming=("3", "ngram:3")):
-        load_acceptance("0.8/0.6").tokens_per_iteration(chain(3))
 
 
 def test_one_drafter_differs_by_request():

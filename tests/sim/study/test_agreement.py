@@ -141,11 +141,10 @@ def test_regret_does_not_depend_on_the_rows_beside():
     [
         ({"mine": {"selector": {"kind": "fixed", "strategy": "recent:4"}, "drafters": {"recent": {"kind": "suffix"}}}},
          "learned=0.7", ("policy mine", "'recent'")),
-        ({"none": "none", "deep": "learned:4"}, "learned=0.8/0.6", ("policy deep", "learned:4")),
         ({"both": "beg-mab-learned"}, "0.7", ("policy both", "learned", "suffix", "all=0.7")),
         ({"a": "learned:4", "b": "ngram:4"}, "0.7", ("learned", "ngram", "all=0.7")),
     ],
-    ids=["unknown drafter", "too deep", "kinds in one policy", "kinds in two"],
+    ids=["unknown drafter", "kinds in one policy", "kinds in two"],
 )  # fmt: skip
 def test_refusals_name_policy_and_drafter(policies, acceptance, naming):
     with refused(ConfigError, naming=naming):

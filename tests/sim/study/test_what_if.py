@@ -11,6 +11,8 @@ import tltlab
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.costs.deployment import Deployment
+from tltlab.costs.evidence import Evidence
+from tltlab.costs.load import load_costs
 from tltlab.costs.profiles import profile_costs
 from tltlab.hardware import gpu
 from tltlab.policies.policy import load_policy
@@ -181,6 +183,22 @@ def test_accept_is_short_for_one_drafter(lengths):
     assert (text.drafter, text.acceptance) == ("ngram", {"ngram": "geometric:0.6"})
     assert {row.strategy.drafter for row in text.rows} <= {"ngram", "none"}
     assert text.rollout.estimate > short.best.rollout.estimate, "n-grams cost no draft level"
+
+
+def test_drafts_deeper_than_measured_are_an_assumption(lengths):
+    found = what_if(lengths, acceptance="learned=0.8/0.7", drafter="learned", **FAST)
+    (row,) = [row for row in found.assumed if row["what"].startswith("drafts deeper")]
+    assert "learned:" in row["value"]
+    low, high = found.best.band.of_input("acceptance")
+    assert low < found.best.rollout.estimate < high
+
+
+def test_costs_that_cannot_say_ask_to_be_measured(lengths):
+    vague = {"model": (0.5, 1.5), "model, speculating": (0.5, 1.5)}
+    costs = load_costs("h100-qwen2.5-7b").model_copy(update={"evidence": Evidence(engine="mine", left_out=vague)})
+    said = what_if(lengths, costs=costs, workers=2, acceptance="learned=0.7", drafter="learned", **FAST).verdict
+    assert said.startswith("Cannot say")
+    assert "tltlab profile" in said
 
 
 def test_a_drafter_of_short_responses_gains_less(lengths):
