@@ -89,9 +89,9 @@ class MemorylessChoices:
         self._regimes = regimes
         self._choices: dict[tuple[int, int], Choice] = {}
         self._by_batch: list[tuple[Choice, Regime]] = []
-        self._terms: Floats = np.zeros((5, 1))
+        self._terms: Floats = np.zeros((7, 1))
         """By batch, with nothing waiting: tokens, seconds without context, those before a drafter is loaded, seconds
-        per token of context, and whether it speculates."""
+        per token of context, whether it speculates, and both seconds of an iteration that verifies no draft."""
         self._drafts_from = [0]
         """By batch, the largest up to it that drafts, 0 for none."""
 
@@ -115,7 +115,8 @@ class MemorylessChoices:
                 unloaded_s = self._regimes.at(choice.strategy, size, loaded=False).terms(size)[0]
             self._by_batch.append((choice, regime))
             self._drafts_from.append(size if choice.strategy.speculates else self._drafts_from[-1])
-            terms.append((regime.tokens, fixed_s, unloaded_s, slope_s, choice.strategy.speculates))
+            plain = self._regimes.undrafted(size).terms(size)
+            terms.append((regime.tokens, fixed_s, unloaded_s, slope_s, choice.strategy.speculates, *plain))
         if terms:
             self._terms = np.append(self._terms, np.array(terms, np.float64).T, axis=1)
         return self
@@ -156,14 +157,10 @@ class MemorylessChoices:
         begin = workers, residents.present.argmax(axis=1)
         sizes = n - begin[1] + down_to
         opens = residents.present[:, -1] & (self._terms[4, sizes] > 0) & from_the_start
-        opening_s = np.zeros(len(workers))
-        for worker in np.flatnonzero(opens).tolist():
-            regime, size = self._regimes.undrafted(int(sizes[worker])), int(sizes[worker])
-            context_tokens = float(residents.context_sums[worker, begin[1][worker]])
-            fixed, slope = regime.terms(size)
-            opening_s[worker] = fixed + slope * context_tokens
+        undrafted_s, more_s = self._terms[5:, sizes]
+        opening_s = opens * (undrafted_s + more_s * residents.context_sums[begin])
         batch = np.arange(n, 0, -1) + down_to
-        tokens, fixed_s, unloaded_s, slope_s, speculates = self._terms[:, n + down_to : down_to : -1]
+        tokens, fixed_s, unloaded_s, slope_s, speculates = self._terms[:5, n + down_to : down_to : -1]
         counts, clocks = _drain_uniform(residents.remaining, tokens, opens)
         context, growth = residents.context_sums + batch * clocks, np.broadcast_to(batch * tokens, counts.shape)
         loaded, switches = np.ones(counts.shape, dtype=bool), np.zeros(counts.shape)

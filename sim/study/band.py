@@ -23,6 +23,7 @@ from tltlab.costs.profiles import profile_costs
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
+from tltlab.lengths.fit import with_tail_drawn
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.records import Json, frozen
 from tltlab.sim.engine.requests import Requests, of_responses
@@ -351,11 +352,21 @@ def recorded_tokens(trace: Trace, drafter: str) -> Ends | None:
 
 
 def resampled(scenario: Scenario, rng: np.random.Generator) -> Scenario:
-    """The scenario with as many prompt groups per RL step, drawn with replacement; responses where groups are few."""
+    """The scenario with as many prompt groups per RL step, drawn with replacement; responses where groups are few.
+
+    The longest responses are drawn from the tail, where what is accepted does not depend on their text.
+    """
     steps = tuple(_drawn(step, rng) for step in scenario.steps)
+    if scenario.acceptance is None or scenario.acceptance.varies_by != "position":
+        steps = tuple(step if step.turns else _with_longest_drawn(step, rng) for step in steps)
     return replace(
         scenario, steps=steps, queues=place_steps(steps, scenario.workers, scenario.placement, scenario.costs)
     )
+
+
+def _with_longest_drawn(step: Requests, rng: np.random.Generator) -> Requests:
+    lengths = with_tail_drawn(step.lengths.astype(np.float64), step.lengths >= step.caps, rng)
+    return replace(step, lengths=np.minimum(np.rint(lengths).astype(np.int64), step.caps))
 
 
 def _drawn(step: Requests, rng: np.random.Generator) -> Requests:

@@ -109,24 +109,20 @@ class Verification(Errors):
 
     note: str | None = None
 
-    @property
-    def errors_at_step_time(self) -> pd.Series[float]:
-        """Errors with the machine's speed of each step known, without their signs."""
-        rows = self.rows
-        return (rows["predicted_s"] * rows["step_time_ratio"] / rows["measured_s"] - 1).abs()
+    def _at_step_time(self, rows: pd.DataFrame) -> float:
+        return float((rows["predicted_s"] * rows["step_time_ratio"] / rows["measured_s"] - 1).abs().median())
 
     @property
     def median_error_at_step_time(self) -> float:
         """Median error with the machine's speed of each step known."""
-        return float(self.errors_at_step_time.median())
+        return self._at_step_time(self.rows)
 
     @property
     def worst_step(self) -> str:
-        """Why the step with the largest error has it: what the machine's speed leaves of that."""
-        at = int(self.rows["error"].abs().argmax())
-        known, row = self.errors_at_step_time.iloc[at], self.rows.iloc[at]
-        slower = row["step_time_ratio"]
-        return f"{known:.1%} in the worst, RL step {row['rl_step']}, whose iterations took {slower:.2f}x"
+        """What the machine's speed leaves of the largest error, and that speed."""
+        row = self.rows[self.rows["error"].abs() == self.worst_error]
+        (rl_step, *_), (ratio, *_) = row["rl_step"], row["step_time_ratio"]
+        return f"{self._at_step_time(row):.1%} in the worst, RL step {rl_step}, whose iterations took {ratio:.2f}x"
 
     def json(self) -> Json:
         """The keys of `tltlab verify --json`."""

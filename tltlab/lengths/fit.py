@@ -205,6 +205,17 @@ def pareto_tail(tokens: Floats, cut: Flags, last: float) -> ParetoTail | None:
     return ParetoTail(scale=scale, shape=shape, shape_error=error, most=most)
 
 
+def with_tail_drawn(tokens: Floats, cut: Flags, rng: np.random.Generator) -> Floats:
+    """Lengths of which the few longest are drawn anew from the tail of all; as they are where too few are long."""
+    if len(tokens) < 10 * _MIN_PEAKS:
+        return tokens
+    last = float(np.partition(tokens, -1 - _MIN_BEYOND)[-1 - _MIN_BEYOND])
+    tail = pareto_tail(tokens, cut, last)
+    if tail is None:
+        return tokens
+    return np.where(tokens > last, last + tail.excess(rng.exponential(size=len(tokens))), tokens)
+
+
 def _tail_note(tail: ParetoTail | None, last: tuple[float, float], cap_mass: float) -> str:
     """Note on the tail of the longest responses, in a line."""
     region = f"beyond {last[1]:.0f} tokens (all but {1 - last[0]:.2g} of the responses)"

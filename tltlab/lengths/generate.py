@@ -159,7 +159,7 @@ def generate_steps(
     else:
         prompts = _recurring_prompts(model, prompts_per_step, num_prompts, prompt_rng)
     return (
-        _tables(model.with_tail_drawn(tail_rng), rl_step, group, group_size, sample_rng)
+        _tables(model.drawn(tail_rng), rl_step, group, group_size, sample_rng)
         for rl_step, group in enumerate(islice(prompts, num_rl_steps))
     )
 

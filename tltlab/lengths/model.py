@@ -40,23 +40,14 @@ class ParetoTail(FrozenModel):
     shape_error: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     most: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
-    def drawn(self, rng: np.random.Generator) -> Self:
-        """One of the family; without `most` there is no other."""
-        if self.most is None or self.shape_error is None:
-            return self
-        shape = self.shape + self.shape_error * float(rng.standard_normal())
-        return self.model_copy(update={"shape": min(max(shape, -0.5), 0.95)})
-
     def excess(self, rarity: Floats) -> Floats:
         """Excess in tokens that a share e^-rarity of those beyond the threshold exceed."""
+        # The limit at 0 is reached before that.
+        shape = self.shape if abs(self.shape) > 1e-9 else 1e-9
         if self.most is not None:
-            grown = 1 + self.shape * self.most / self.scale
-            light = abs(self.shape) < 1e-9
-            beyond = math.exp(-self.most / self.scale) if light else max(grown, 0.0) ** (-1 / self.shape)
+            beyond = max(1 + shape * self.most / self.scale, 0.0) ** (-1 / shape)
             rarity = -np.log(beyond + (1 - beyond) * np.exp(-rarity))
-        if abs(self.shape) < 1e-9:
-            return self.scale * rarity
-        return self.scale / self.shape * np.expm1(self.shape * rarity)
+        return np.asarray(self.scale / shape * np.expm1(shape * rarity), np.float64)
 
 
 class LengthModel(StoredModel):
@@ -136,9 +127,13 @@ class LengthModel(StoredModel):
                     new["tail"][name] *= median / middle
         return self._checked(new, "lengths")
 
-    def with_tail_drawn(self, rng: np.random.Generator) -> Self:
+    def drawn(self, rng: np.random.Generator) -> Self:
         """The same model with one of its family of tails."""
-        return self if self.tail is None else self.model_copy(update={"tail": self.tail.drawn(rng)})
+        tail = self.tail
+        if tail is None or tail.most is None or tail.shape_error is None:
+            return self
+        shape = np.clip(rng.normal(tail.shape, tail.shape_error), -0.5, 0.95)
+        return self.model_copy(update={"tail": tail.model_copy(update={"shape": float(shape)})})
 
     def log_tokens(self, scores: Floats, rl_step: int = 0) -> Floats:
         """Log length, neither rounded nor cut, at standard normal scores."""

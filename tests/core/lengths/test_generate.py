@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.refused import refused
 from tests.traces_of_lengths import of_samples
 from tltlab.errors import ConfigError
-from tltlab.lengths.fit import fit_lengths, pareto_tail, statistics
+from tltlab.lengths.fit import fit_lengths, pareto_tail, statistics, with_tail_drawn
 from tltlab.lengths.generate import generate, generate_steps
 from tltlab.lengths.model import REGIMES, LengthModel, ParetoTail
 from tltlab.traces import metrics
@@ -301,8 +301,12 @@ def test_a_fitted_tail_is_a_family_that_ends_at_twice_the_longest_seen():
     drawn = draw(model.model_copy(update=heavy), prompts=3000).outcomes["response_tokens"].max()
     assert 1.5 * longest < drawn <= 2 * longest
     rng = np.random.default_rng(0)
-    assert np.std([model.tail.drawn(rng).shape for _ in range(500)]) == pytest.approx(model.tail.shape_error, rel=0.1)
-    assert (unbounded := with_tail(1500.0, 0.3).tail).drawn(rng) is unbounded
+    assert np.std([model.drawn(rng).tail.shape for _ in range(500)]) == pytest.approx(model.tail.shape_error, rel=0.1)
+    assert (unbounded := with_tail(1500.0, 0.3)).drawn(rng) is unbounded
+    tokens = seen.outcomes["response_tokens"].to_numpy(float)
+    anew = with_tail_drawn(tokens, np.zeros(len(tokens), bool), rng)
+    assert (anew != tokens).sum() == 3
+    assert np.sort(tokens)[-4] < anew[anew != tokens].min() <= anew.max() <= 2 * longest
 
 
 def test_too_few_long_responses_have_no_tail():
