@@ -6,8 +6,6 @@ colours and progress bars do not matter. A JSON file holds a step in each line, 
 bracket, a unit or the end of a line that nothing cut.
 """
 
-import csv
-import io
 import math
 import re
 from collections import Counter, defaultdict
@@ -25,7 +23,7 @@ from tltlab.records import Fields
 from tltlab.traces.storage import MOST_ROWS
 
 from .fields import of_many
-from .rows import TABLES, ending, rows_of, separator_of, whole_json
+from .rows import TABLES, ending, rows_of_table, table_of, whole_json
 from .step_metrics import ANY, FORMS, KNOWN, LEARNING, Form, Record, plain_key
 
 EVENT_FILES = "events.out.tfevents*"
@@ -137,25 +135,10 @@ def records_of(path: Path) -> Iterator[Record]:
 def _from_table(path: Path) -> Iterator[Record]:
     """A history as W&B exports it: a row for each RL step."""
     call_times: dict[str, float] = {}
-    cut = _cut_row(path)
-    for place, fields in rows_of(path):
-        if place == cut:
-            yield Record(rl_step=None, place=place, values={}, is_cut=True)
-        else:
-            yield from from_fields(place, fields, call_times)
-
-
-def _cut_row(path: Path) -> str | None:
-    """The place of the last row, where it has not as many cells as the header. Raises TraceError for others."""
-    with open_unpacked(path) as file:
-        separator = separator_of(path, file.read(_MOST_LINE_BYTES))
-    with io.TextIOWrapper(open_unpacked(path), encoding="utf-8-sig", errors="replace", newline="") as file:
-        reader = csv.reader(file, delimiter=separator)
-        rows = [(f"line {reader.line_num}", len(cells)) for cells in reader if cells]
-    cut = [place for place, num in rows if num != rows[0][1]]
-    if cut and cut != [rows[-1][0]]:
-        raise TraceError(f"{path}, {cut[0]}: not as many cells as the header's {rows[0][1]}: cut off or wrapped?")
-    return cut[0] if cut else None
+    frame = table_of(path, may_be_cut=True)
+    for place, fields in rows_of_table(frame):
+        yield from from_fields(place, fields, call_times)
+    yield from (Record(rl_step=None, place=place, values={}, is_cut=True) for place in frame.attrs["cut"])
 
 
 def number(text: str) -> float | None:

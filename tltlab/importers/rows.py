@@ -1,5 +1,6 @@
 """Records of files: JSON Lines, JSON, CSV or Parquet, packed or not, each with its place in the file for faults."""
 
+import csv
 import hashlib
 import io
 import json
@@ -7,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import field
-from itertools import chain, count, pairwise
+from itertools import chain, count, islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TextIO
 
@@ -32,6 +33,7 @@ _MOST_FIELDS, _MOST_DEPTH = 256, 32
 """Most levels of objects within a record that are taken apart."""
 _STEP_OF_NAME = re.compile(r"\A(?:.*?[_.-])?(?:step)?(\d+)")
 BY_OPTION = "`tltlab trace import` and `tltlab what-if` take {}"
+csv.field_size_limit(MOST_JSON_BYTES)  # A cell may be a long text.
 MOST_COLUMNS = 1 << 12
 """Most columns of a table, or names in the records that are read at once."""
 TABLES = (".csv", ".tsv", ".tab")
@@ -70,9 +72,7 @@ def rows_of(path: Path) -> Iterator[Row]:
         yield from _parquet_rows(path)
         return
     if ending(path) in TABLES:
-        frame = table_of(path)
-        for line, *cells in frame.itertuples():
-            yield f"line {line}", dict(zip(frame.columns, cells, strict=True))
+        yield from rows_of_table(table_of(path))
         return
     try:
         with io.TextIOWrapper(open_unpacked(path), encoding="utf-8-sig") as file:
@@ -93,6 +93,12 @@ def rows_of(path: Path) -> Iterator[Row]:
                 raise TraceError(f"{path}: empty; wanted one JSON object per line")
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
+
+
+def rows_of_table(frame: pd.DataFrame) -> Iterator[Row]:
+    """The records of a table, of `table_of`."""
+    for line, *cells in frame.itertuples():
+        yield f"line {line}", dict(zip(frame.columns, cells, strict=True))
 
 
 def whole_json(path: Path) -> Any:
@@ -125,11 +131,12 @@ def separator_of(path: Path, data: bytes) -> str:
     return separator
 
 
-def table_of(path: Path, most_rows: int | None = None) -> pd.DataFrame:
+def table_of(path: Path, most_rows: int | None = None, *, may_be_cut: bool = False) -> pd.DataFrame:
     """Return a CSV's cells as text, indexed by line; c0, c1, ... are columns without a header. Raises TraceError.
 
-    With `most_rows` only so many of its first rows are read. Between cells is a comma, or a semicolon, tab or bar where
-    the first line has as many of these.
+    With `most_rows` only so many of its first rows are read. All have as many cells; where the last `may_be_cut` it is
+    left out if it has fewer, and its line is the frame's attribute "cut". Between cells is a comma, or a semicolon, tab
+    or bar where the first line has as many of these.
     """
     try:
         with open_unpacked(path) as file:
@@ -151,12 +158,22 @@ def table_of(path: Path, most_rows: int | None = None) -> pd.DataFrame:
     frame = pd.DataFrame({name: cells.fillna("").str.strip() for name, cells in frame.items()})
     frame.index = frame.index + 1
     frame = frame[(frame != "").any(axis=1)]
+    # Pandas fills short rows up.
+    reader = csv.reader(io.TextIOWrapper(io.BytesIO(data), "utf-8-sig", newline=""), delimiter=separator)
+    cut = [line for line, cells in enumerate(islice(reader, most_rows), 1) if 0 < len(cells) < frame.shape[1]]
+    cut = [line for line in cut if line in frame.index]
+    if cut and not (may_be_cut and cut == [frame.index[-1]]):
+        raise TraceError(
+            f"{path}, line {cut[0]}: not as many cells as the first line's {frame.shape[1]}: cut off or wrapped?"
+        )
+    frame = frame.drop(index=cut)
     if len(frame) and pd.to_numeric(frame.iloc[0], errors="coerce").isna().all():
         frame.columns = pd.Index(frame.iloc[0].astype(object))
         frame = frame.iloc[1:]
         check_unique(path, frame.columns)
     else:
         frame.columns = pd.Index([f"c{i}" for i in range(frame.shape[1])])
+    frame.attrs["cut"] = [f"line {line}" for line in cut]
     return frame
 
 

@@ -35,6 +35,7 @@ from .rows import (
     ending,
     flat,
     rows_of,
+    rows_of_table,
     stem,
     step_of,
     table_of,
@@ -289,8 +290,7 @@ def guess(path: Path, reading: Reading | None = None) -> Format:
     if ending(path) in FORMATS["binary"]:
         raise TraceError(f"{path}: {ending(path)} is not read: write its records as JSON Lines, CSV or Parquet")
     if ending(path) in TABLES:
-        frame = table_of(path, _SNIFFED)
-        fields = [dict(zip(frame.columns, cells, strict=True)) for _, *cells in frame.itertuples()]
+        fields = [record for _, record in rows_of_table(table_of(path, _SNIFFED, may_be_cut=True))]
         return "metrics" if fields and _has_means(path, fields, reading) else "csv"
     rows: list[Row] = []
     try:
