@@ -377,7 +377,6 @@ class Reader:
         lengths, exact = self._response_tokens(records, failed)
         lengths, known = self._settled(records, lengths, self._known_prompts(records), exact & ~failed)
         prompts = self._prompt_tokens(records, lengths, known)
-        self._note_turns(records)
         result = pd.DataFrame({"response_tokens": lengths, "is_exact": exact, "prompt_tokens": prompts})
         result["rl_step"] = self._rl_steps(records)
         result["place"] = frame.index.to_numpy()
@@ -388,6 +387,8 @@ class Reader:
             column = self._column(records, name)
             result[name] = np.nan if column is None else self._whole(records, column, least, may_miss=True)
         result["sample_is_ours"] = "sample" in frame
+        result["turn"], result["session"], result["tool_s"] = self._turns(records)
+        self._note_turns(records)
         result["text"] = self._prompts(records)
         said = self._text_columns(records, "response_text")[:1]
         result["said"] = [text_id(cell) for cell in frame[said[0]]] if said else None
@@ -409,6 +410,24 @@ class Reader:
         if RECORD in frame:
             result[RECORD] = frame[RECORD].to_numpy()
         return result
+
+    def _turns(self, records: Records) -> tuple[Any, Any, Any]:
+        """Return for records of turns their numbers, conversations and seconds of tools; None where it is no turn."""
+        frame = records.frame
+        turn = next(iter(matches(frame.columns, "turn", lambda c: not lists_in(frame[c]).any())), None)
+        session = next(iter(matches(frame.columns, "session", lambda c: not lists_in(frame[c]).any())), None)
+        if turn is None or session is None or missing_in(frame[session]).any():
+            return None, None, None
+        self.use("turn", turn)
+        self._seen.add(session)
+        tools = np.full(len(frame), np.nan)
+        for kind, unit in (("tool_s", 1.0), ("tool_ms", 1e-3)):
+            for column in matches(frame.columns, kind)[:1]:
+                self.use("tool_s", column)
+                values = numbers(frame[column])
+                records.require((values >= 0) & np.isfinite(values) | missing_in(frame[column]), column, "seconds")
+                tools = np.where(np.isnan(tools), unit * values, tools)
+        return self._whole(records, turn, 0), frame[session].map(_identity).to_numpy(object), tools
 
     def _counted(self, records: Records) -> Records:
         """Return the records of a histogram, lengths and how many responses have them, as one for each response."""
@@ -679,6 +698,8 @@ class Reader:
     def _note_turns(self, records: Records) -> None:
         """Count responses with several turns, by their number or by messages after the first generated one."""
         for column in matches(records.frame.columns, "turn")[:1]:
+            if column == self.used.get("turn"):
+                return
             self._seen.add(column)
             self.note(f"{column}: each turn counts as a separate response")
         if (number := self._column(records, "turns")) is not None:
@@ -753,6 +774,8 @@ def tables_of_responses(
     """
     frame = frame.sort_values("rl_step", kind="stable", ignore_index=True)
     notes: list[str] = []
+    if has_turns := bool(frame["turn"].notna().all()):
+        frame = _by_turn(frame, notes)
     lengths = frame["response_tokens"].to_numpy(np.int64)
     if not lengths.any():
         raise TraceError(f"{frame['file'][0]}: no response has a token")
@@ -778,19 +801,43 @@ def tables_of_responses(
     if np.isnan(prompts).any():
         some = "" if np.isnan(prompts).all() else f" of {int(np.isnan(prompts).sum())} responses"
         notes.append(f"prompt tokens{some} are unknown: 0")
-    key = frame[["rl_step"]].copy()
-    key["prompt_id"], named_by = _prompt_ids(frame, reading, names_prompts, notes)
-    key["sample"] = frame["sample"]
-    if frame["sample"].isna().any() or (key.duplicated().any() and not frame["sample_is_ours"].all()):
-        if frame["sample"].notna().all():
+    first = frame[frame["turn"] == 0] if has_turns else frame
+    key = first[["rl_step"]].copy()
+    key["prompt_id"], named_by = _prompt_ids(first, reading, names_prompts, notes)
+    key["sample"] = first["sample"]
+    if first["sample"].isna().any() or (key.duplicated().any() and not first["sample_is_ours"].all()):
+        if first["sample"].notna().all():
             notes.append("samples have numbers that repeat within a prompt: they are numbered anew")
         key["sample"] = key.groupby(["rl_step", "prompt_id"], sort=False).cumcount()
     key["sample"] = key["sample"].astype(np.int64)
+    if has_turns:
+        key = key.loc[frame["first"]].reset_index(drop=True).assign(turn=frame["turn"])
     cut = (lengths >= caps) & known_cap
     tables = tables_of_lengths(key, np.minimum(lengths, caps), np.nan_to_num(prompts).astype(np.int64), caps, cut)
-    outcomes = tables["outcomes"].join(frame[["reward", "worker"]].astype(np.float64))
+    outcomes = tables["outcomes"].join(frame[["reward", "worker", "tool_s"]].astype(np.float64))
     outcomes["finish_reason"] = outcomes["finish_reason"].where(unknown, reason)
     return tables | {"outcomes": outcomes}, notes, named_by
+
+
+def _by_turn(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+    """Return the turns of responses in order, numbered from 0, with the row of each one's `first` turn.
+
+    Tools that work after a turn are those before the next one. TraceError for a turn that is there twice.
+    """
+    whole = ["rl_step", "session"]
+    frame = frame.sort_values([*whole, "turn"], kind="stable", ignore_index=True)
+    if (twice := frame.duplicated([*whole, "turn"])).any():
+        row = frame.loc[twice.idxmax()]
+        raise TraceError(f"{row['file']}, {row['place']}: turn {row['turn']:g} of {row['session']} is there twice")
+    turns = frame.groupby(whole, sort=False)
+    frame["turn"], frame["first"] = turns.cumcount(), turns["turn"].transform("idxmin")
+    is_first = frame["turn"] == 0
+    frame["reward"] = turns["reward"].transform("last").where(is_first)
+    if (frame["tool_s"][is_first] > 0).any():
+        frame["tool_s"] = turns["tool_s"].shift()
+        notes.append("the first turns have seconds of tools, so a turn's are those after it")
+    frame.loc[is_first, "tool_s"] = np.nan
+    return frame
 
 
 def _prompt_ids(frame: pd.DataFrame, reading: Reading, names_prompts: bool, notes: list[str]) -> tuple[Any, str | None]:
@@ -876,14 +923,15 @@ def tables_of_lengths(
     visits = key[["rl_step", "prompt_id"]].drop_duplicates().sort_values("rl_step", kind="stable")
     visits["epoch"] = visits.groupby("prompt_id", sort=False).cumcount()
     epoch = key.merge(visits, on=["rl_step", "prompt_id"], how="left")["epoch"].to_numpy()
+    key = key if "turn" in key else key.assign(turn=0)
     workload = key.assign(
-        turn=0, epoch=epoch, prompt_tokens=prompt_tokens, max_response_tokens=cap, policy_version=key["rl_step"]
+        epoch=epoch, prompt_tokens=prompt_tokens, max_response_tokens=cap, policy_version=key["rl_step"]
     )
-    outcomes = key.assign(turn=0, response_tokens=lengths, finish_reason=np.where(cut, "length", "stop"))
+    outcomes = key.assign(response_tokens=lengths, finish_reason=np.where(cut, "length", "stop"))
     return {"workload": workload, "outcomes": outcomes}
 
 
 def group_size_of(workload: pd.DataFrame) -> int | None:
     """Samples per prompt, where all groups have as many."""
-    sizes = workload.groupby(["rl_step", "prompt_id"], sort=False).size().unique()
+    sizes = workload[workload["turn"] == 0].groupby(["rl_step", "prompt_id"], sort=False).size().unique()
     return int(sizes[0]) if len(sizes) == 1 else None

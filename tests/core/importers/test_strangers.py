@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 import re
 import time
 from functools import partial
@@ -229,3 +230,51 @@ def test_steps_of_so_many_are_numbered(tmp_path, line):
     path = tmp_path / ("a.jsonl" if line.startswith('{{"step') else "a.log")
     path.write_text("".join(line.format(n=n) + "\n" for n in (5, 6, 8)))
     assert import_dump(path).rl_steps == [5, 6, 8]
+
+
+def turns_of(session, prompt, /, *rows, first=1, **names):
+    """Records of a conversation: (prompt tokens, tokens, seconds of tools after it) of each turn."""
+    names = {"session": "session_id", "turn": "turn", "tool_s": "tool_time_s"} | names
+    for at, (asked, tokens, tool_s) in enumerate(rows, first):
+        usage = {"prompt_tokens": asked, "completion_tokens": tokens, "total_tokens": asked + tokens}
+        unit = 1000 if names["tool_s"].endswith("ms") else 1
+        yield {names["session"]: session, names["turn"]: at, "task_id": prompt, names["tool_s"]: unit * tool_s, **usage}
+
+
+A, B, C = [(9, 4, 2.5), (20, 7, 0.5), (40, 3, 0.0)], [(9, 6, 1.0), (18, 2, 0.0)], [(5, 8, 0.0)]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {}, {"session": "conversation_id", "turn": "turn_idx", "tool_s": "tool_latency"},
+        {"session": "trajectory_id", "turn": "round", "tool_s": "tool_ms", "first": 0}, {"session": "chat", "first": 3},
+    ],
+    ids=lambda names: names.get("session", ""),
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_records_of_turns_are_one_response(tmp_path, names, form):
+    rows = [*turns_of("a", "p", *A, **names), *turns_of("b", "p", *B, **names), *turns_of("c", "q", *C, **names)]
+    random.Random(0).shuffle(rows)
+    path = tmp_path / f"a.{form}"
+    pd.DataFrame(rows).to_csv(path, index=False) if form == "csv" else jsonl(path, *rows)
+    trace = import_dump(path)
+    table = trace.outcomes.merge(trace.workload, on=["rl_step", "prompt_id", "sample", "turn"])
+    table = table.sort_values(["prompt_id", "sample", "turn"])
+    whole = {tuple(part["response_tokens"]): part for _, part in table.groupby(["prompt_id", "sample"])}
+    assert whole.keys() == {(4, 7, 3), (6, 2), (8,)}
+    assert whole[4, 7, 3]["turn"].tolist() == [0, 1, 2]
+    assert whole[4, 7, 3]["tool_s"].fillna(0).tolist() == [0, 2.5, 0.5]
+    assert whole[4, 7, 3]["prompt_tokens"].tolist() == [9, 20, 40]
+    assert whole[6, 2]["tool_s"].fillna(0).tolist() == [0, 1]
+    assert [len(set(table[table["prompt_id"] == name]["sample"])) for name in ("p", "q")] == [2, 1]
+
+
+def test_tools_before_a_turn_stay_with_it_and_rewards_go_to_the_first(tmp_path):
+    rows = [row | {"reward": None} for row in turns_of("a", "p", (9, 4, 0.0), (20, 7, 2.5), (40, 3, 0.5))]
+    rows[-1]["reward"] = 0.75
+    outcomes = import_dump(jsonl(tmp_path / "a.jsonl", *rows)).outcomes
+    assert outcomes["tool_s"].fillna(0).tolist() == [0, 2.5, 0.5]
+    assert outcomes["reward"].fillna(-1).tolist() == [0.75, -1, -1]
+    with refused(TraceError, naming=("turn 2", "twice")):
+        import_dump(jsonl(tmp_path / "b.jsonl", *rows, rows[1]))
