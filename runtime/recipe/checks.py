@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 
 from tltlab.config import counted
@@ -232,6 +233,13 @@ def learning_rate(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def loggers(recipe: Recipe) -> Iterator[str]:
+    """Complain about a service that the metrics go to and that is not installed."""
+    for name, project in recipe.log:
+        if project and find_spec(name) is None:
+            yield f"log.{name} = {project!r}: pip install {name}, or leave log.{name} out"
+
+
 def objective(recipe: Recipe) -> None:
     """Raise ConfigError for an objective of the user's own that cannot be imported, or is none."""
     if ":" in recipe.train.objective:
@@ -290,7 +298,8 @@ def check_reward(recipe: Recipe) -> Iterator[str]:
 
 RULES = (
     RewardPool, policy, Recipe.read_placement, planner, model, sequence_parallel, lora_targets, data, first_rows,
-    enough_prompts, context, cpu_engine, engine_dtype, learning_rate, objective, bundles_of, engines_of, own_advantage,
+    enough_prompts, context, cpu_engine, engine_dtype, learning_rate, loggers, objective, bundles_of, engines_of,
+    own_advantage,
 )  # fmt: skip
 """Rules for a recipe on this machine."""
 

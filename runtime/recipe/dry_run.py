@@ -443,7 +443,8 @@ class RunPlan:
         if self.tight is not None:
             lines.append(f"WARNING: it may not fit: {self.tight}, without {margin} to spare")
         elif self.fits is not None:
-            lines.append(f"it fits, with {margin} to spare" if self.fits else "it DOES NOT FIT")
+            said = f"fits, with {margin} to spare" if self.fits else "DOES NOT FIT"
+            lines.append(f"on the recipe's GPUs ({self.num_nodes}{gpus}), whatever this machine has, it {said}")
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 

@@ -7,7 +7,6 @@ continues in the same run of W&B, and a repeated RL step is not logged again the
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import re
 from collections import deque
@@ -42,7 +41,7 @@ class RunLog:
     `out` is the run's folder, `total_steps` the RL steps from 0 on, `resume_from` the first that this process runs. For
     a step repeated by a later process or after a trainer's failure, TensorBoard shows the later values, W&B the earlier
     ones. `settings` are shown with the run by W&B; give nothing secret. Standard error gets each step's figures
-    (`step_text`). ConfigError where a logger of `config` is not installed or does not start.
+    (`step_text`). ConfigError where a logger of `config` does not start.
     """
 
     def __init__(
@@ -55,9 +54,6 @@ class RunLog:
         settings: Fields | None = None,
     ):
         chosen = {name: getattr(config, name) for name in LOGGERS if getattr(config, name) not in (None, False)}
-        for name, project in chosen.items():
-            if importlib.util.find_spec(name) is None:
-                raise ConfigError(f"log.{name} = {project!r}: pip install {name}, or leave log.{name} out")
         self._loggers: dict[str, Logger] = {}
         self._total_steps = total_steps
         self._pace: deque[float] = deque(maxlen=PACE_STEPS)

@@ -70,6 +70,7 @@ def train(capsys, *args):
 
 ROW = '{"prompt": "1 + 1", "answer": "2"}\n'
 CANNOT = [
+    ("log.wandb=tails --dry-run", ("log.wandb", "install")),
     ("rollout.max_draft_depth=4", ("rollout.policy", "beg-mab", "ngram:8")),
     ("rollout.policy=beg-mab-learned", ("learned:8", "ngram, suffix")),
     ("rollout.policy=policy.json", ("policy.json", "format", "tltlab-policy")),
@@ -113,9 +114,10 @@ WITH_FILES = [
     ("files", "asked", "facts"),
     [*(({}, *row) for row in CANNOT), *((files, f"{asked} --dry-run", facts) for files, asked, facts in WITH_FILES)],
 )
-def test_what_cannot_be_done_is_one_line(place, capsys, files, asked, facts):
+def test_what_cannot_be_done_is_one_line(place, capsys, monkeypatch, files, asked, facts):
     for name, text in files.items():
         (place / name).write_text(text)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     before = sorted(place.iterdir())
     code, out, err = train(capsys, "recipe.toml", *asked.split())
     told = [line for line in err.splitlines() if line != "imported"]

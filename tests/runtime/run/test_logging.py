@@ -174,13 +174,6 @@ def test_a_service_gets_every_step_once(tmp_path, services):
     assert services == SENT
 
 
-def test_a_logger_that_is_not_installed_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with refused(ConfigError, naming=("install", "wandb")):
-        RunLog(LogConfig(wandb="tails"), tmp_path, 1)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_logger_that_does_not_start_is_refused(tmp_path, services):
     with refused(ConfigError, naming=("W&B", "RuntimeError", "log.wandb")):
         RunLog(LogConfig(wandb="locked"), tmp_path / "run", 1)
