@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from typer import Typer
 
 
-def command_group(help: str, **options: Any) -> Typer:
+def command_group(help: str) -> Typer:
     """A Typer for subcommands, which every group of commands is built with."""
     from typer import Typer
 
     return Typer(
         help=help, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"]}, **options,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )  # fmt: skip
 
 

@@ -288,7 +288,9 @@ def find_recipe(name_or_path: str | Path) -> Path:
     if path.is_file():
         return path
     if str(name_or_path) not in recipes:
-        raise ConfigError(f"no recipe {name_or_path}{did_you_mean(str(name_or_path), recipes)}: {', '.join(recipes)}")
+        raise ConfigError(
+            f"no recipe {name_or_path}{did_you_mean(str(name_or_path), recipes)}; there are {', '.join(recipes)}"
+        )
     return recipes[str(name_or_path)]
 
 

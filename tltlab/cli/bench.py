@@ -24,7 +24,7 @@ def _benchmarks(*, help: str) -> Typer:
     if str(TESTS) not in sys.path:
         sys.path.append(str(TESTS))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(TESTS))))
-    group = command_group(help=help, no_args_is_help=True)
+    group = command_group(help=help)
     group.registered_commands += import_module("bench.app").app.registered_commands
     return group
 

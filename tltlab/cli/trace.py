@@ -30,7 +30,7 @@ from tltlab.traces.trace import Trace
 
 from .annotate import annotate_trace
 
-app = command_group(help="Describe, validate, repair, import, generate and annotate traces.", no_args_is_help=True)
+app = command_group(help="Describe, validate, repair, import, generate and annotate traces.")
 
 MODEL_FILE = "lengths.json"
 TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="A trace folder, a run, or a CSV of lengths.")]

@@ -22,7 +22,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from tltlab.charts import Chart, finish, save_figure
-from tltlab.errors import TraceError
+from tltlab.errors import ConfigError, TraceError
 from tltlab.files import write_file
 from tltlab.importers.sources import read
 from tltlab.records import Json
@@ -163,6 +163,8 @@ def timeline(
 
     >>> timeline(read("run"), compare=read("tuned"), size="column", out="run.pdf")  # doctest: +SKIP
     """
+    if size not in _SHAPES:
+        raise ConfigError(f"size is {size!r}; there are {', '.join(_SHAPES)}")
     traces = [read(getattr(each, "trace", each)) for each in (trace, compare) if each is not None]
     chosen = median_step(*traces) if rl_step is None else rl_step
     offsets: Offsets = {} if chosen == "all" else {chosen: 0.0}
