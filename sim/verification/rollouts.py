@@ -40,7 +40,7 @@ from tltlab.stats import finite
 from tltlab.traces import metrics
 from tltlab.traces.schema import KEY
 from tltlab.traces.split import regrouped
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import Trace, locate
 
 from .decisions import drafters_by_step, most_requests
 from .errors import Errors
@@ -158,6 +158,9 @@ def verify(
     one that is a class of a module which `allow_code` does not name.
     """
     trace = read(run)
+    if not isinstance(run, Trace):
+        # Recordings of several engines, put together, are in no folder; the first one's has their policy.
+        trace.path = trace.path or locate(run)
     if trace.iterations is None or trace.steps is None:
         raise ConfigError(f"{run}: only a run with iterations.parquet and steps.parquet can be verified")
     recorded = trace.rl_steps
