@@ -115,9 +115,12 @@ def _forks(request):
     if not any(item.get_closest_marker("engine") for item in request.session.items):
         yield
         return
-    from tltlab.runtime.ray.start import preforking
+    from prefork import MODULES, RUNNING, Prefork
+    from tltlab.runtime.ray.start import ENV, worker_commands
 
-    with preforking():
+    with Prefork(MODULES, ENV) as forks:
+        RUNNING.append(forks)
+        worker_commands.append(forks.command)
         yield
 
 

@@ -32,6 +32,15 @@ from typing import NoReturn
 _MOST_BYTES = 1 << 20
 """Bytes of a worker's command line and environment."""
 _STREAMS = (0, 1, 2)
+MODULES = (
+    "tltlab.runtime.trainer.trainer",
+    "tltlab.runtime.drafter.training",
+    "tltlab.runtime.engine.engine",
+    "tltlab.runtime.engine.vllm.scheduler",
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.cpu_worker",
+)
+"""Modules that are slowest to import in actors; none of them needs Ray."""
 
 
 class Prefork:
@@ -52,7 +61,7 @@ class Prefork:
             server.bind(address)
             server.listen(64)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __spec__.name, self._folder, str(server.fileno()), str(lifeline), *modules],
+                [sys.executable, __file__, self._folder, str(server.fileno()), str(lifeline), *modules],
                 env={**os.environ, **env},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(server.fileno(), lifeline),
@@ -69,6 +78,10 @@ class Prefork:
         self._process.kill()
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+RUNNING: list[Prefork] = []
+"""The process that the forks of these tests come from."""
 
 
 def _serve(folder: str, listening: int, lifeline: int, modules: Sequence[str]) -> NoReturn:

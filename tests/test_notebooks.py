@@ -18,10 +18,9 @@ ENGINES = {"05_tune_and_run"}
 
 def forking():
     """Has the actors of a notebook's run be forks of the process that the tests have for that."""
-    from tltlab.runtime.ray.start import fork_command
+    from tltlab.runtime.ray.start import worker_commands
 
-    forks = f"types.SimpleNamespace(command={fork_command()!r})"
-    return f"import types\nfrom tltlab.runtime.ray import start\nstart._prefork[:] = [{forks}]"
+    return f"from tltlab.runtime.ray import start\nstart.worker_commands[:] = {worker_commands}"
 
 
 def cells(path):

@@ -19,7 +19,7 @@ from tltlab.runtime.drafter.offline.runs import annotated_drafts, by_position, i
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.models.make import Size, make_model
 from tltlab.runtime.models.runs import Sizes, fixed_depth, prompts_of, recipe_of, trained_beside, warmed_up
-from tltlab.runtime.ray.start import preforking, ray_running
+from tltlab.runtime.ray.start import ray_running
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import DataConfig, EvalConfig, RolloutConfig, TrainConfig
 from tltlab.runtime.run.grpo import GrpoRun
@@ -64,8 +64,6 @@ FAST = DemoSetting(
 )  # fmt: skip
 
 
-# Both runs' processes are forks of one, which imports while the model is trained.
-@preforking()
 def run_demo(out: Path, setting: DemoSetting, *, task: str, seed: int) -> Json:
     """Run every stage into `out`; return the content of `summary.json`."""
     began = time.perf_counter()

@@ -21,7 +21,7 @@ from tltlab.errors import RunError, TltlabError, one_line
 from tltlab.runtime.engine.generation import EngineDied
 
 from .scratch import scratch_folder
-from .start import ENV, LOOPBACK, fork_command
+from .start import ENV, LOOPBACK, worker_commands
 
 LAST_BYTES = 16384
 """Bytes at the end of a log in which its last lines are searched."""
@@ -50,8 +50,7 @@ def actor_env(extra: Mapping[str, str], host: str = LOOPBACK[0]) -> dict[str, st
 
 def runtime_env(env: Mapping[str, str]) -> dict[str, Any]:
     """Return Ray's `runtime_env` for an actor with these environment variables."""
-    command = fork_command()
-    return {"env_vars": dict(env)} | ({} if command is None else {"py_executable": command})
+    return {"env_vars": dict(env)} | ({"py_executable": worker_commands[0]} if worker_commands else {})
 
 
 def get(refs: Any, *, died: type[RunError] = RunError) -> Any:

@@ -19,7 +19,6 @@ from tltlab.runtime.engine.vllm import replaced
 from tltlab.runtime.recipe.sections import ClusterConfig
 
 from .liveness import EndedServers
-from .prefork import Prefork
 from .scratch import register
 
 ENV = {
@@ -36,72 +35,39 @@ MOST_STARTS = 3
 """Attempts to start Ray: on a busy machine its servers may answer too late."""
 
 
-MODULES = (
-    "tltlab.runtime.trainer.trainer",
-    "tltlab.runtime.drafter.training",
-    "tltlab.runtime.engine.engine",
-    "tltlab.runtime.engine.vllm.scheduler",
-    "vllm.entrypoints.llm",
-    "vllm.v1.worker.cpu_worker",
-)
-"""Modules that are slowest to import in actors; none of them needs Ray."""
-
-_prefork: list[Prefork] = []
-
-
-@contextmanager
-def preforking(cluster: ClusterConfig = ClusterConfig()) -> Iterator[None]:
-    """Within the block, actors on this machine start as forks (see `Prefork`), of one process for all runs.
-
-    Not where they run on other machines, or have GPUs.
-    """
-    elsewhere = ray.is_initialized() or os.environ.get("RAY_ADDRESS", "local") != "local"
-    if _prefork or elsewhere or cluster.gpus_per_node:
-        yield
-        return
-    with Prefork(MODULES, ENV) as prefork:
-        _prefork.append(prefork)
-        try:
-            yield
-        finally:
-            _prefork.clear()
-
-
-def fork_command() -> str | None:
-    """Return Ray's command for workers instead of `python`, None for `python`."""
-    return _prefork[0].command if _prefork else None
+worker_commands: list[str] = []
+"""Ray's command for workers instead of `python`, if there is one: tests have theirs forked."""
 
 
 @contextmanager
 def ray_running(cluster: ClusterConfig = ClusterConfig()) -> Iterator[None]:
-    """Within the block, Ray runs: see `start_ray`; one that was started here ends, and its actors are forks.
+    """Within the block, Ray runs: see `start_ray`; one that was started here ends.
 
     RunError where one of its servers has ended meanwhile; the main thread is interrupted then.
     """
-    with preforking(cluster):
-        if not start_ray(cluster):
-            yield
-            return
-        node = ray._private.worker._global_node
-        assert node is not None
-        session = Path(node.get_session_dir_path())
-        register(session)
-        servers = {name: node.all_processes[name][0].process.pid for name in ("raylet", "gcs_server")}
-        watch = EndedServers(servers)
-        with replaced(ray._private.worker, "print_to_stdstream", _print_line):
-            try:
-                with watch:
-                    yield
-            finally:
-                ray.shutdown()
-                if watch.ended:
-                    # Replaces the interrupt, or its consequences.
-                    raise RunError(
-                        f"Ray's {watch.ended} has ended: it was killed, or the machine is short of memory; its "
-                        f"logs are in {node.get_logs_dir_path()} until the next run starts"
-                    )
-            # Not after an error: Ray's logs may have the cause.
-            shutil.rmtree(session, ignore_errors=True)
+    if not start_ray(cluster):
+        yield
+        return
+    node = ray._private.worker._global_node
+    assert node is not None
+    session = Path(node.get_session_dir_path())
+    register(session)
+    servers = {name: node.all_processes[name][0].process.pid for name in ("raylet", "gcs_server")}
+    watch = EndedServers(servers)
+    with replaced(ray._private.worker, "print_to_stdstream", _print_line):
+        try:
+            with watch:
+                yield
+        finally:
+            ray.shutdown()
+            if watch.ended:
+                # Replaces the interrupt, or its consequences.
+                raise RunError(
+                    f"Ray's {watch.ended} has ended: it was killed, or the machine is short of memory; its "
+                    f"logs are in {node.get_logs_dir_path()} until the next run starts"
+                )
+        # Not after an error: Ray's logs may have the cause.
+        shutil.rmtree(session, ignore_errors=True)
 
 
 def _print_line(data: dict[str, Any], ignore_prefix: bool) -> None:

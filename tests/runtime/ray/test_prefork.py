@@ -11,9 +11,10 @@ import psutil
 import pytest
 import ray
 
-from tltlab.runtime.ray import start
+from prefork import Prefork
+from tltlab.runtime.ray import actors
 from tltlab.runtime.ray.actors import runtime_env
-from tltlab.runtime.ray.prefork import Prefork
+from tltlab.runtime.ray.start import ray_running
 
 WAIT_S = 200
 
@@ -71,22 +72,19 @@ def test_without_a_fork_the_script_runs_itself(tmp_path):
 
 
 @pytest.mark.engine
-def test_actors_are_forks_and_die_as_actors_do(monkeypatch):
-    monkeypatch.setattr(start, "MODULES", ("decimal",))
-    monkeypatch.setattr(start, "_prefork", [])
-    with start.ray_running():
+def test_actors_are_forks_and_die_as_actors_do(prefork, monkeypatch):
+    monkeypatch.setattr(actors, "worker_commands", [prefork.command])
+    with ray_running():
         actor = ray.remote(Actor).options(num_cpus=0, runtime_env=runtime_env({"OWN": "mine"})).remote()
         pid, parent, *rest = ray.get(actor.seen.remote())
-        assert "tltlab.runtime.ray.prefork" in psutil.Process(parent).cmdline()
+        assert parent == prefork._process.pid
         assert rest == [True, "mine"]
         fork = psutil.Process(pid)
         ray.kill(actor)
         psutil.wait_procs([fork], timeout=WAIT_S)
         with contextlib.suppress(psutil.NoSuchProcess):
             assert fork.status() == psutil.STATUS_ZOMBIE
-    assert start.fork_command() is None
     assert not ray.is_initialized()
-    assert not psutil.pid_exists(parent)
 
 
 @pytest.mark.parametrize("level", [None, "info"])

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 import tltlab
-from tltlab.runtime.ray import start
+from prefork import RUNNING
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.run.grpo import train
 
@@ -43,14 +43,13 @@ ALLOWED = ("--allow-code", "parity")
 TRAIN = """
 import os, sys
 from pathlib import Path
-from types import SimpleNamespace
 from tltlab.cli.app import main
 from tltlab.runtime.ray import start
 
 if __name__ == "__main__":
     script, forks, *arguments = sys.argv
     Path(script).with_suffix(".pid").write_text(str(os.getpid()))
-    start._prefork.append(SimpleNamespace(command=forks))
+    start.worker_commands.append(forks)
     main(["train", *arguments])
 """
 
@@ -62,7 +61,7 @@ class Driver:
         self.run = run
         self.log = log
         self._since = time.time_ns()
-        (forks,) = start._prefork
+        (forks,) = RUNNING
         self._forks = psutil.Process(forks._process.pid)
         script = log.with_name("train.py")
         script.write_text(TRAIN)
