@@ -35,7 +35,7 @@ class RolloutsAhead:
 
     With `rollout.one_step_off` one RL step ahead, with `rollout.staleness` that many. `collect` rolls out an RL step
     under the engines' current weights. No rollout is made ahead across a checkpoint, which would lose it, nor after the
-    last RL step, nor once the run is `ending`. A context manager, which ends its thread.
+    last RL step, nor once the run is `ending`.
     """
 
     ending = False
@@ -43,12 +43,10 @@ class RolloutsAhead:
     def __init__(self, recipe: Recipe, collect: Callable[[int], RolledOut]):
         self._recipe, self._collect = recipe, collect
         self._ahead: dict[int, Future[RolledOut]] = {}
-
-    def __enter__(self) -> RolloutsAhead:
         self._executor = ThreadPoolExecutor(1)
-        return self
 
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """End its thread."""
         self._executor.shutdown()
 
     def take(self, rl_step: int) -> RolledOut:

@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
+import ray
 
 from tltlab.console import sigterm_handler
 from tltlab.drafters.specs import LearnedSpec
@@ -371,7 +372,7 @@ class GrpoRun:
             for note in (*notes_of(self.recipe), *self.data.notes):
                 self.events.note(note)
             stack.enter_context(self.reward_pool)
-            stack.enter_context(self._ahead)  # ends after the actors, so that its calls to them fail then
+            stack.callback(self._ahead.close)  # after the actors, so that its calls to them fail then
             self.actors = stack.enter_context(self._actors(self.recipe, self.policy, self.drafting, self.events))
             self.pool, self.trainers = self.actors.pool, self.actors.trainers
             write_json(self.out / "graphs.json", sealed(self.actors.graphs))
@@ -581,7 +582,7 @@ class GrpoRun:
 
         def score(pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
             self.actors.trainers_turn()
-            return self.trainers.score(pairs, distributions=distributions)
+            return list(self.trainers.ask("score", ray.put(list(pairs)), distributions=distributions))
 
         return RolloutTools(
             generate=generate,

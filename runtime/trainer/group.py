@@ -10,7 +10,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError
 
@@ -23,7 +22,7 @@ from tltlab.runtime.recipe.recipe import Recipe
 
 from .losses import Mismatch
 from .ranks import ALLOCATOR
-from .samples import Pair, Sample, share_out
+from .samples import Sample, share_out
 from .trainer import Trainer
 
 NOTICE_S = 10.0
@@ -101,10 +100,6 @@ class TrainerGroup:
         size = recipe.train.sequence_parallel
         mismatch: Mismatch = self._ask("old_logprobs", lambda rank: (shares[rank // size], rank_of, rl_step))
         return mismatch
-
-    def score(self, pairs: Sequence[Pair], *, distributions: bool = False) -> list[np.ndarray]:
-        """See `Trainer.score`."""
-        return list(self.ask("score", ray.put(list(pairs)), distributions=distributions))
 
     def send_weights(self, workers: Sequence[Any], version: int, transport: WeightTransport = "host") -> None:
         """Send the policy's weights to rollout workers as `version`; a worker's failure is raised by its next call.

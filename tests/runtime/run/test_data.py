@@ -1,6 +1,7 @@
 """What a run's data says of the prompts that are still to come, and which RL steps are rolled out ahead."""
 
 import json
+from contextlib import closing
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
@@ -58,7 +59,7 @@ def test_rollouts_ahead_stop_at_a_checkpoint():
         came.append(rl_step)
         return rl_step
 
-    with RolloutsAhead(recipe, collect) as ahead:
+    with closing(RolloutsAhead(recipe, collect)) as ahead:
         began = []
         for rl_step in range(5):
             assert ahead.take(rl_step) == rl_step

@@ -70,7 +70,7 @@ def test_two_ranks_train_what_one_does(group, recipe, tmp_path):
         assert near(flat(weights_of(group)), flat(alone.weights()), 1e-5)
     pairs = [(s.prompt_token_ids, s.token_ids) for s in samples()]
     for whole in (False, True):
-        scores = [each.score(pairs, distributions=whole) for each in (group, alone)]
+        scores = group.ask("score", pairs, distributions=whole), alone.score(pairs, distributions=whole)
         assert all(near(found, wanted, 1e-4) for found, wanted in zip(*scores, strict=True))
 
     group.ask("save_checkpoint", str(tmp_path / "two"))
