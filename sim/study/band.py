@@ -104,12 +104,6 @@ class Band:
         """True if a slowdown is within the range."""
         return self.low < 1.0
 
-    @property
-    def costs_width(self) -> float:
-        """Factor between the ends of the range of the costs alone."""
-        low, high = self.effects["costs"]
-        return math.exp(high - low)
-
     def with_ends(self, name: Source, speed_ups: Sequence[float]) -> Band:
         """The band where an input makes the estimate one of these speed-ups at the ends of its range."""
         return replace(self, effects={**self.effects, name: effect(self.estimate, speed_ups)})

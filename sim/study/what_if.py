@@ -63,8 +63,8 @@ COUNTS, PROMPT_TOKENS, TRAINED_AT, MOVES = (16, 2048), 1024, "2k", 0.02
 """Responses per RL step, prompt lengths, and the context at which a drafter was trained, that are also tried where
 nothing states them; an assumption is named where one of these moves the speed-up by more than `MOVES`.
 """
-UNSURE, SLOWDOWN = 1.6, 0.8
-"""Costs cannot say if drafts pay where the ends of their range lie this factor apart and such a slowdown is in it."""
+SLOWDOWN = 0.8
+"""Costs that may be such a slowdown, where they promise a speed-up, cannot say if drafts pay."""
 MEASURE = "Measure it with `tltlab profile`"
 WITHOUT_TRAINING, WITH_TRAINING = "without_training", "with_training"
 
@@ -231,7 +231,7 @@ class WhatIf:
             found = f"{self.running.head}. Over plain decoding, speculation would"
         if best.rollout.estimate < 1.005:
             return f"{upper}{found} not make the rollout faster: {best.band}."
-        if best.band.low < SLOWDOWN and best.band.costs_width > UNSURE:
+        if best.band.low < SLOWDOWN and best.band.of_input("costs")[0] < 1.0:
             return f"{upper}Cannot say if speculation would speed up the rollout: {best.band}. {MEASURE}."
         whole = best.rl_step_band
         step = "" if whole is None else f", the RL step {whole.estimate:.2f}x ({whole.range_text})"

@@ -16,8 +16,6 @@ SPECULATING = ", speculating"
 GOODPUT = ", goodput"
 """The same of speed-ups in tokens per second of whole runs, whose prompts and last responses gain nothing."""
 LEVEL = 0.9
-FURTHER = "each further gap"
-"""Key of `Evidence.left_out` for everything that was not measured, except its first part."""
 _TOGETHER = "together"
 
 
@@ -174,31 +172,24 @@ class Evidence(FrozenModel):
             return None
         fitted = self.fitted.get(f"all{kind}")
         unmeasured = self.drafting_unmeasured if kind and self.drafting_unmeasured is not None else self.unmeasured
-        errors = {name.removesuffix(kind): most for name, (_, most) in self.left_out.items() if kind_of(name) == kind}
-        further = errors.pop(FURTHER, None)
+        errors = {
+            name.removesuffix(kind): most
+            for name, (_, most) in self.left_out.items()
+            if (name.endswith(kind) if kind else not name.endswith((SPECULATING, GOODPUT)))
+        }
         missing = [name for name in unmeasured if name != _TOGETHER]
         if not errors:
             return None if fitted is None or unmeasured or extrapolated else fitted[1]
         worst = max(errors.values())
         if missing or extrapolated:
             # A part without a left-out fit of its own takes the worst error of the others.
-            rest = worst if further is None else further
-            return _added(*(errors.get(name, rest if at else worst) for at, name in enumerate(missing or [_TOGETHER])))
+            return _added(*(errors.get(name, worst) for name in missing or [_TOGETHER]))
         if fitted is None:
             parts = [most for name, most in errors.items() if unmeasured or name not in ("model", "gpu")]
             return max(parts or errors.values())
         if unmeasured:
             return round(math.expm1(math.sqrt(math.log1p(fitted[1]) * math.log1p(worst))), 6)
         return fitted[1]
-
-
-def kind_of(name: str) -> str:
-    """What the errors of a fold of this name are of: "" times, `SPECULATING` or `GOODPUT`.
-
-    >>> kind_of("model, speculating"), kind_of("model")
-    (', speculating', '')
-    """
-    return next((kind for kind in (SPECULATING, GOODPUT) if name.endswith(kind)), "")
 
 
 def interval(value: float, error: float | None) -> tuple[float, float] | None:

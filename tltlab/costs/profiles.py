@@ -20,8 +20,8 @@ from tltlab.hardware import DTYPE_BYTES, GPUS, MODELS, Dtype, Gpu, ModelShape, g
 from tltlab.records import Fields
 
 from .base import Seconds, Waiting
-from .evidence import FURTHER, GOODPUT, SPECULATING, CalibratedRange, Error, Evidence, Span
-from .roofline import Constants, Ideal, Reads, RooflineCosts, Rows, Share, prefill_token_s, rounded_max
+from .evidence import GOODPUT, SPECULATING, CalibratedRange, Error, Evidence, Span
+from .roofline import Constants, Ideal, RooflineCosts, Share, Times, prefill_token_s, rounded_max
 
 _CONFIGS: dict[str, Any] = read_json(Path(__file__).with_name("configs.json"))
 """Of a `config.json`: keys about experts (Qwen, DeepSeek, Kimi, GLM, Llama-4, Mixtral, MiniMax, GPT-OSS, Granite,
@@ -199,7 +199,7 @@ class Efficiencies(FrozenModel):
     launch: Factor = 1.0
     quantised_kv: Factor = 1.0
     sd_quantised_kv_s: Seconds = 0.0
-    verify_reads: Reads = 1.0
+    verify_reads: Times = 1.0
 
 
 class Experts(FrozenModel):
@@ -210,7 +210,7 @@ class Experts(FrozenModel):
     """
 
     expert_efficiency: Share
-    expert_rows: Rows
+    expert_rows: Times
     draft_spread: Share
     expert_prefill: Factor
     shared_layer_s: Seconds
@@ -309,9 +309,6 @@ class Profiles(FrozenModel):
         depths = [m.draft_depth for m in ([m for m in nearest if m.draft_depth] or drafted) if m.draft_depth]
         kinds = {kind: LEFT_OUT + kind for kind in ("", SPECULATING, GOODPUT)}
         fitted = {f"all{kind}": errors[MEASURED + kind] for kind in kinds if MEASURED + kind in errors}
-        # The cost of experts is the engine's, whatever else is missing; the rest is as uncertain as for dense models.
-        dense = self.errors.get("dense", {}) if model.experts else {}
-        further = {FURTHER + kind: dense[name] for kind, name in kinds.items() if name in dense}
         for measured in nearest:
             for kind in (SPECULATING, GOODPUT) if measured.draft_depth else ("",):
                 if f"all{kind}" in fitted:
@@ -321,7 +318,7 @@ class Profiles(FrozenModel):
             unmeasured=profile.unmeasured(gpu, model.name, weights),
             drafting_unmeasured=profile.unmeasured(gpu, model.name, weights, drafting=True),
             speculation=bool(drafted),
-            left_out={name: errors[name] for name in kinds.values() if name in errors} | further,
+            left_out={name: errors[name] for name in kinds.values() if name in errors},
             fitted=fitted,
             draft_depth=(min(d[0] for d in depths), max(d[1] for d in depths)) if depths else None,
         )

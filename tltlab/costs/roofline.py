@@ -20,8 +20,7 @@ from .base import Coefficients, CostModel, IterationCost, Seconds, padded
 Numbers = float | Floats
 _Number = TypeVar("_Number", float, Floats, Numbers)
 Share = Annotated[float, Field(gt=0, le=1)]
-Reads = Annotated[float, Field(ge=1, le=20)]
-Rows = Annotated[float, Field(ge=0, le=256)]
+Times = Annotated[float, Field(ge=0, le=256)]
 
 
 class Hardware(FrozenModel):
@@ -61,7 +60,7 @@ class Constants(Coefficients, FrozenModel):
     prefill_efficiency: Annotated[float, Field(gt=0, le=2)] = 1.0
     expert_efficiency: Share = 1.0
     draft_spread: Share = 1.0
-    expert_rows: Rows = 0.0
+    expert_rows: Times = 0.0
     knee: Annotated[float, Field(ge=1, le=20)]
     step_s: Seconds
     layer_s: Seconds
@@ -73,7 +72,7 @@ class Constants(Coefficients, FrozenModel):
     draft_level_per_request_s: Seconds | None = None
     tree_s: Seconds = 0.0
     verify_token_s: Seconds = 0.0
-    verify_reads: Reads = 1.0
+    verify_reads: Times = 1.0
 
 
 @frozen

@@ -1,4 +1,4 @@
-"""Shipped engine profiles against whole runs and against times of another kind: a load test, and GPU time alone."""
+"""Shipped engine profiles against a whole run: a load test."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.costs.load import load_costs
-from tltlab.costs.roofline import RooflineCosts
 from tltlab.sim.simulate import simulate
-from tltlab.strategy import NO_SPECULATION
 from traces_of_lengths import of_samples
 
 from .measurements import ERRORS, error_row, measured_table
@@ -20,30 +18,8 @@ _BATCHED_TOKENS = 2048
 
 
 def rows(data: Path) -> pd.DataFrame:
-    """Both; ConfigError where a file is missing.
-
-    Neither is unseen: the load test's seconds without prompts and the GPU times are in the fit of the profiles.
-    """
-    return pd.DataFrame([*_load_test(data), *_gpu_time(data)], columns=list(ERRORS))
-
-
-def _gpu_time(data: Path) -> Iterator[tuple[object, ...]]:
-    """Plain iterations of EfficientRollout on an A100, timed on the GPU: an engine's times have the host's in them."""
-    took = measured_table(data / "step_times_a100_qwen2.5_7b.csv", ("batch", "seq", "median_ms"), ("mode",))
-    # Above 512 tokens contexts are nominal.
-    took = took[(took["mode"] == "target_decode") & took["seq"].between(1, 512)]
-    shipped = load_costs("vllm:A100:Qwen2.5-7B")
-    assert isinstance(shipped, RooflineCosts)
-    on_gpu = shipped.constants.model_copy(update={"step_s": 0.0, "per_request_s": 0.0})
-    for what, constants in (("host terms", shipped.constants), ("no host terms", on_gpu)):
-        iteration = shipped.model_copy(update={"constants": constants}).iteration(NO_SPECULATION)
-        predicted = [iteration.seconds(int(b), b * s) for b, s in took[["batch", "seq"]].to_numpy(np.float64)]
-        error = np.asarray(predicted) / (took["median_ms"].to_numpy(np.float64) * 1e-3) - 1
-        note = f"bias {np.median(error):+.1%}"
-        yield error_row(
-            "EfficientRollout, Qwen2.5-7B, A100, GPU time", f"plain iteration of vllm's profile, {what}: {note}", True,
-            error, note,
-        )  # fmt: skip
+    """Errors of the makespan, not unseen: seconds without prompts are in the fit. ConfigError for a missing file."""
+    return pd.DataFrame(_load_test(data), columns=list(ERRORS))
 
 
 def _load_test(data: Path) -> Iterator[tuple[object, ...]]:
