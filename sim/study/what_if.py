@@ -66,6 +66,14 @@ nothing states them; an assumption is named where one of these moves the speed-u
 SLOWDOWN = 0.8
 """Costs that may be such a slowdown, where they promise a speed-up, cannot say if drafts pay."""
 MEASURE = "Measure it with `tltlab profile`"
+TAKEN: dict[Source, str] = {
+    "responses": str(DEFAULT_RESPONSES),
+    "prompts": "0 tokens",
+    "longest": "8 times the longest mean",
+    "depth": "by tokens per draft and the share that is kept",
+    "context": "longer than any response",
+}
+"""Values that are taken where nothing states them."""
 WITHOUT_TRAINING, WITH_TRAINING = "without_training", "with_training"
 
 
@@ -324,7 +332,7 @@ class WhatIf:
                 moved = max(abs(ratio / answer.band.estimate - 1.0) for ratio in others.values()) > MOVES
                 if moved and (answer is self.best or name == "context"):
                     effect = ", ".join(f"with {value} rollout {ratio:.2f}x" for value, ratio in others.items())
-                    assume(WORDS[name], self._taken[name], effect, answer.band.estimate, *others.values())
+                    assume(WORDS[name], TAKEN[name], effect, answer.band.estimate, *others.values())
             for drafter, text in answer.acceptance.items():
                 if f"({DEFAULT}" in text:
                     ends = answer.band.of_input("acceptance")
@@ -344,14 +352,6 @@ class WhatIf:
         noted = [note for note in self.notes if not note.startswith(("acceptance: ", SEVERAL_TURNS))]
         rows = [row for _, row in sorted(found, key=lambda each: each[0])]
         return rows + [{"what": note, "value": None, "effect": None} for note in noted]
-
-    @property
-    def _taken(self) -> dict[Source, str]:
-        """The values of what may be assumed."""
-        drafting, longest = self.logged.drafting, int(self.trace.workload["max_response_tokens"].max())
-        depth = "" if drafting is None else f"{drafting.strategy}, from {drafting.depth_from}"
-        values: dict[Source, str] = {"responses": str(DEFAULT_RESPONSES), "prompts": "0 tokens", "depth": depth}
-        return values | {"longest": f"{longest} tokens", "context": "longer than any response"}
 
     def timelines(self) -> tuple[Trace, Trace]:
         """Simulate the RL step of median rollout time without speculation and under the policy that was found."""
@@ -595,7 +595,11 @@ def what_if(
     )  # fmt: skip
     found = logged.scenarios.answer(ask.answer, ask.is_enough)
     others = _others(source, config, lambda **facts: read_lengths(lengths, replace(reading, **facts), form).trace)
-    found = replace(found, answers=tuple(ask.with_others(found, answer, others) for answer in found.answers))
+    for name, runs in others.items():
+        # Who drafts without training knows no context that it was trained at.
+        answers = (a if name == "context" and not a.trained else ask.with_others(found, a, name, runs)
+                   for a in found.answers)  # fmt: skip
+        found = replace(found, answers=tuple(answers))
     training = drafter_training(trace, found.scenario)
     return replace(found, training=training, wall_s=time.perf_counter() - started)
 
@@ -613,9 +617,10 @@ def _others(source: Imported, config: WhatIfConfig, read: Callable[..., Trace]) 
         cap = int(trace.workload["max_response_tokens"].max())
         traces["longest"] = {f"{most} tokens": read(max_response_tokens=most) for most in (cap // 2, 2 * cap)}
     if drafting is not None and drafting.depth_from != DRAFTED:
+        # A draft of no more than its tokens, or one twice as deep.
         least = math.ceil(drafting.accept_length.max() - 1.0)
-        depths = sorted({least, min(2 * drafting.strategy.reach, MOST_DEPTH)} - {drafting.strategy.reach})
-        traces["depth"] = {f"depth {depth}": read(drafted=f"learned:{depth}") for depth in depths if depth >= least}
+        depths = least, max(least, min(2 * drafting.strategy.reach, MOST_DEPTH))
+        traces["depth"] = {f"depth {depth}": read(drafted=f"learned:{depth}") for depth in depths}
     runs = {
         name: {value: LoggedRun.of(Scenarios(other, config)) for value, other in others.items()}
         for name, others in traces.items()
@@ -726,14 +731,8 @@ class _Question:
             accept=self._chance(name), acceptance=scenario.granted([*scenario.covered_chains([name])[0]])["acceptance"],
         )  # fmt: skip
 
-    def with_others(self, found: WhatIf, answer: Answer, others: Mapping[Source, Mapping[str, LoggedRun]]) -> Answer:
-        """The answer with the ranges that other values of each assumption make, each with its best table."""
-        for name, runs in others.items():
-            if answer.trained or name != "context":
-                answer = self._with_values(found, answer, name, runs)
-        return answer
-
-    def _with_values(self, found: WhatIf, answer: Answer, name: Source, runs: Mapping[str, LoggedRun]) -> Answer:
+    def with_others(self, found: WhatIf, answer: Answer, name: Source, runs: Mapping[str, LoggedRun]) -> Answer:
+        """The answer with the range that other values of an assumption make, each with its best table."""
         rl_steps, ratios, wholes = [step.rl_step for step in found.scenario.steps], dict[str, float](), list[float]()
         for value, logged in runs.items():
             scenario = logged.scenarios.of(rl_steps)
