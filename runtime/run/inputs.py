@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tltlab.errors import ConfigError
-from tltlab.files import open_input, read_object, sealed, write_json
+from tltlab.files import open_input, read_object, sealed, sha256_of, write_json
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.recipe.engines import model_file
 from tltlab.runtime.recipe.recipe import Recipe
@@ -84,12 +84,11 @@ def _digest_of_row(prompt: Prompt) -> str:
 
 def _digest(path: Path) -> str:
     """Return the SHA-256 of a file, of a large one that of its size and blocks of it."""
+    if (size := path.stat().st_size) <= _WHOLE_BYTES:
+        return sha256_of(path)
+    digest = hashlib.sha256(str(size).encode())
     with open_input(path) as file:
-        size = path.stat().st_size
-        if size <= _WHOLE_BYTES:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest = hashlib.sha256(str(size).encode())
         for at in np.linspace(0, size - _BLOCK_BYTES, _BLOCKS, dtype=np.int64).tolist():
             file.seek(at)
             digest.update(file.read(_BLOCK_BYTES))
-        return digest.hexdigest()
+    return digest.hexdigest()

@@ -5,7 +5,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import field
 from itertools import chain, count, islice, pairwise
@@ -177,10 +177,11 @@ def table_of(path: Path, most_rows: int | None = None, *, may_be_cut: bool = Fal
     return frame
 
 
-def check_unique(source: object, names: Any) -> None:
+def check_unique(source: object, names: Iterable[Any]) -> None:
     """Raise TraceError for a column that is there twice."""
-    if (twice := pd.Index(names).duplicated()).any():
-        raise TraceError(f"{source}: column {names[int(np.argmax(twice))]!r} is there twice")
+    columns = pd.Index(names)
+    if not columns.is_unique:
+        raise TraceError(f"{source}: column {columns[columns.duplicated()][0]!r} is there twice")
 
 
 def _json_rows(path: Path, place: str, value: Any) -> Iterator[Row]:
