@@ -32,6 +32,8 @@ _PACKAGES = ("tltlab", "numpy", "scipy", "simpy", "optuna", "torch", "vllm", "vl
 """Packages that results depend on, where they are installed."""
 LINE_S = 2.0
 """Seconds after which a first line of progress is printed where there is no terminal."""
+_ANEW = "\r\x1b[K"
+"""Empties a terminal's line."""
 AGAIN_S = 0.1
 """Seconds after which a lost interrupt is sent again."""
 
@@ -224,8 +226,8 @@ def made_by() -> Json:
 
 
 def progress(message: str) -> None:
-    """Print a progress message on standard error."""
-    print(message, file=sys.stderr, flush=True)
+    """Print a progress message on standard error, in place of a line of `progress_bar`."""
+    print(f"{_ANEW if sys.stderr.isatty() else ''}{message}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -235,32 +237,24 @@ def progress_bar(unit: str) -> Iterator[Callable[[str], None]]:
     One line on standard error that is written anew where that is a terminal; elsewhere a line after `LINE_S` seconds
     and each time that twice as long has passed.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    number, stage, began_s, wait_s = 0, "", time.monotonic(), LINE_S
+    is_live = sys.stderr.isatty()
 
-    console = Console(stderr=True)
-    # FORCE_COLOR, which CI services set, makes rich see a terminal in a file.
-    if not (console.is_terminal and console.file.isatty()):
-        number, stage, began_s, wait_s = 0, "", time.monotonic(), LINE_S
+    def line(words: str) -> None:
+        nonlocal number, stage, wait_s
+        number, stage = number + (not words), words or stage
+        said = f"{unit} {number}" + f": {stage}" * bool(stage)
+        if is_live:
+            print(f"{_ANEW}{said}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - began_s >= wait_s:
+            wait_s *= 2
+            progress(said)
 
-        def line(words: str) -> None:
-            nonlocal number, stage, wait_s
-            number, stage = number + (not words), words or stage
-            if time.monotonic() - began_s >= wait_s:
-                wait_s *= 2
-                progress(f"{unit} {number}" + f": {stage}" * bool(stage))
-
+    try:
         yield line
-        return
-    after = (MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(TextColumn(unit), BarColumn(), *after, console=console, transient=True,
-                  redirect_stdout=sys.stdout.isatty()) as bar:  # fmt: skip
-        task = bar.add_task("", total=None)
-
-        def advance(words: str) -> None:
-            bar.update(task, advance=not words, description=words or bar.tasks[0].description)
-
-        yield advance
+    finally:
+        if is_live:
+            print(_ANEW, end="", file=sys.stderr, flush=True)
 
 
 @contextmanager

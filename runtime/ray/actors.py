@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from tltlab.console import sigterm_handler
-from tltlab.errors import RunError, TltlabError, one_line
+from tltlab.errors import RunError, TltlabError, disk_full, one_line
 from tltlab.runtime.engine.generation import EngineDied
 
 from .scratch import scratch_folder
@@ -199,4 +199,4 @@ def error_of(error: Exception, *, died: type[RunError] = RunError) -> TltlabErro
         return cause
     if isinstance(cause, RayActorError):
         return died(f"an actor failed: {last_line(cause)}")
-    return RunError(f"an actor failed: {type(cause).__name__}: {one_line(cause)[:300]}")
+    return RunError(disk_full(cause) or f"an actor failed: {type(cause).__name__}: {one_line(cause)[:300]}")

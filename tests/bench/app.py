@@ -24,7 +24,7 @@ Result = Annotated[Path | None, Option(help="File to write the whole result to, 
 OwnModel = Annotated[Path | None, Option(help="A folder of `tltlab make-model`; without one a model is trained first.")]
 Policies = Annotated[str, Option(help="Speculation: a shipped policy's name or a file.")]
 
-app = command_group(help="Benchmarks, as ratios within one run.", no_args_is_help=True)
+app = command_group(help="Benchmarks, as ratios within one run.")
 
 
 def _sized(help: str, least: int = 1) -> Any:

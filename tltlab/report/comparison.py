@@ -205,14 +205,13 @@ def _about_systems(rows: Sequence[Fields]) -> list[Part]:
 def _measured(result: Fields, path: Path) -> Page:
     """Page of policies that were measured: the verdict and the rows."""
     rows = [_in_words(row) for row in result["policies"]]
-    values: dict[str, Any] = {}
-    for row in rows:
-        values |= {name: value for name, value in row.items() if not isinstance(value, dict)}
-    ends = {"draws", "step_draws", *(f"{name}_low" for name in values), *(f"{name}_high" for name in values)}
-    keys = [name for name in values if name not in ends]
-    text = {name for name in keys if any(isinstance(row.get(name), str) for row in rows)}
-    columns = "; ".join(f"{name.replace('_', ' ')}: {{{name}{'' if name in text else ':.4g'}}}" for name in keys)
-    table = records(rows, columns, caption="Result")
+    columns = (
+        "policy: {policy}; drafters: {drafters}; measured s: {measured_s:.4g}; from: {low:.4g}; to: {high:.4g}; "
+        "tail s: {tail_s:.3g}; tokens/s: {tokens_per_s:.0f}; accept length: {accept_length:.2f}; "
+        "predicted s: {predicted_s:.4g}; error: {error:+.1%}; at the round's speed: {error_at_speed:+.1%}; "
+        "acceptance: {acceptance}; without: {why_not}"
+    )
+    table = records(rows, columns, caption="Measured on engines, beside what was predicted.")
     parts = (Section(title="Result", blocks=(table,)), _origin(result, {"policies", "verdict", "rounds"}))
     title = "Does the simulator's winner win on the machine?"
     return Page(title=title, subtitle=path.name, parts=parts, verdict=str(result.get("verdict", "")))
