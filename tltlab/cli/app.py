@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tltlab.console import JSON, progress, running, sigterm_as_interrupt
-from tltlab.errors import ConfigError, TltlabError, did_you_mean, one_line
+from tltlab.errors import ConfigError, TltlabError, did_you_mean, disk_full, one_line
 
 GROUP = "tltlab.commands"
 _INTERRUPTED = 130
@@ -27,14 +27,12 @@ _BROUGHT_BY = {"zmq": "pyzmq", "torch": "vllm", "tokenizers": "transformers", "h
 def click_command(name: str) -> Any:
     """Return a command as Typer has it, with its parameters and its subcommands.
 
-    Raises ConfigError for a name that is unknown or was removed, and for a command whose extra is not installed.
+    Raises ConfigError for a name that is unknown, and for a command whose extra is not installed.
     """
     import typer
     from typer.main import get_command
 
     commands = _commands()
-    if name in (gone := _words()["gone"]) and name not in commands:
-        raise ConfigError(f"the command {name!r} was removed: {gone[name]}")
     if name not in commands:
         raise ConfigError(
             f"no command named {name!r}{did_you_mean(name, commands)}; there are: {', '.join(sorted(commands))}"
@@ -83,7 +81,7 @@ def _group() -> Any:
 
     class Lazy(TyperCommand):
         def get_short_help_str(self, limit: int = 45) -> str:
-            return _words()["purposes"].get(str(self.name), "")
+            return _words().get(str(self.name), "")
 
         def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
             command = click_command(str(self.name))
@@ -109,11 +107,12 @@ def _commands() -> dict[str, EntryPoint]:
 
 
 @cache
-def _words() -> dict[str, dict[str, str]]:
-    """Return the purposes of the commands, and what replaces those that are gone."""
+def _words() -> dict[str, str]:
+    """Return the purposes of the commands."""
     import tomllib
 
-    return tomllib.loads((files("tltlab.cli") / "commands.toml").read_text("utf-8"))
+    purposes: dict[str, str] = tomllib.loads((files("tltlab.cli") / "commands.toml").read_text("utf-8"))
+    return purposes
 
 
 def _missing_extra(error: ModuleNotFoundError) -> TltlabError:
@@ -158,6 +157,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         missing = _missing_extra(error)
         _fail(str(missing), missing.exit_code)
     except OSError as error:
+        if not debug and (said := disk_full(error)):
+            _fail(said, 1)
         # A path among the arguments, or a file below it, that the system refuses.
         path = Path(error.filename or os.devnull)
         if debug or not {path, *path.parents} & {Path(arg.partition("=")[2] or arg) for arg in args}:
@@ -212,7 +213,7 @@ def _as_setting(args: Sequence[str], error: Any) -> str:
 
 def _overview() -> str:
     lines = ["usage: tltlab COMMAND ...   (tltlab COMMAND --help for one of them)", ""]
-    lines += [f"  {name:18s}{_words()['purposes'].get(name, '')}".rstrip() for name in command_names()]
+    lines += [f"  {name:18s}{_words().get(name, '')}".rstrip() for name in command_names()]
     return "\n".join(lines)
 
 

@@ -150,7 +150,7 @@ def test_overview_has_first_line_that_each_command_has():
     for entry in entry_points(group=app.GROUP):
         target = entry.load()
         purposes[entry.name] = getattr(getattr(target, "info", None), "help", None) or target.__doc__
-    assert {name: text.strip().splitlines()[0] for name, text in purposes.items()} == app._words()["purposes"]
+    assert {name: text.strip().splitlines()[0] for name, text in purposes.items()} == app._words()
 
 
 def imports_of(path):
@@ -243,3 +243,14 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, capsys):
     assert closed == [["train"]]
     assert "interrupted" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_full_disk_is_one_sentence(monkeypatch, capsys):
+    def refuse(args):
+        raise OSError(28, "No space left on device", "/tmp/ray/session")
+
+    monkeypatch.setattr(app, "_run", refuse)
+    with pytest.raises(SystemExit) as ended:
+        app.main(["train", "recipe.toml"])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert (ended.value.code, "disk is full: /tmp/ray/session" in said) == (1, True)
