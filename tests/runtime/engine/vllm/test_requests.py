@@ -136,3 +136,65 @@ def test_a_program_is_recorded_calibrated_tuned_and_run(random_model, tmp_path):
     for name in ("x", "y"):
         assert tltlab.read(tmp_path / name).outcomes.groupby("rl_step").size().tolist() == [16] * 4
     assert "median error" in run("-m", "tltlab", "verify", "y")
+
+
+STORM = """
+import asyncio, json, os, random, sys
+model, os.environ["TLTLAB_RECORD"] = sys.argv[1:]
+os.environ |= {"TLTLAB_POLICY": "explore", "TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+greedy = SamplingParams(temperature=0, ignore_eos=True, max_tokens=40)
+
+async def main():
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
+        model=model, data_parallel_size=2, enforce_eager=True, dtype="float32", max_model_len=128, max_num_seqs=16,
+        kv_cache_memory_bytes=1 << 25))
+    rng = random.Random(3)
+
+    async def answer(name, prompt, most=40):
+        got = []
+        async for output in llm.generate({"prompt_token_ids": [1, 4 + prompt, 5, 6, 4 + prompt, 5]}, greedy, name):
+            got = list(output.outputs[0].token_ids)
+            if len(got) >= most:
+                return got
+
+    async def disturbed(number):
+        task = asyncio.create_task(answer(f"storm{number}", number % 16, rng.choice([1, 5, 20, 40])))
+        await asyncio.sleep(rng.uniform(0.0, 0.6))
+        if rng.random() < 0.5:
+            task.cancel()
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return []
+
+    calm = await asyncio.gather(*(answer(f"calm{n}", n) for n in range(16)))
+    storm = await asyncio.gather(*map(disturbed, range(160)))
+    assert all(got == calm[n % 16][: len(got)] for n, got in enumerate(storm))
+    assert calm == await asyncio.gather(*(answer(f"after{n}", n) for n in range(16)))
+    llm.shutdown()
+    print(json.dumps(calm))
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif("TLTLAB_NEMESIS" not in os.environ, reason="two engines start: at night, with TLTLAB_NEMESIS")
+def test_data_parallel_engines_live_through_aborts(random_model, tmp_path):
+    script = tmp_path / "storm.py"
+    script.write_text(STORM)
+    done = subprocess.run(
+        [sys.executable, script, random_model, tmp_path / "x"], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    calm = json.loads(done.stdout.splitlines()[-1])
+    trace = tltlab.read(tmp_path / "x")
+    assert set(trace.outcomes["worker"]) == {0, 1}
+    rows = trace.tokens.merge(trace.outcomes, on=["rl_step", "prompt_id", "sample", "turn"])
+    assert 32 <= (rows["finish_reason"] == "length").sum() < len(rows) <= 192
+    for prompt, got in zip(rows["prompt_token_ids"], rows["token_ids"], strict=True):
+        assert got.tolist() == calm[prompt[1] - 4][: len(got)]
