@@ -13,7 +13,7 @@ import typer
 from tltlab.console import command_group, emit, progress, table, table_text
 from tltlab.errors import ConfigError
 from tltlab.importers.rows import Reading
-from tltlab.importers.sources import Format, imported, read
+from tltlab.importers.sources import Format, imported, read, read_lengths
 from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, statistics
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
 from tltlab.lengths.model import LengthModel, of_regime
@@ -113,7 +113,7 @@ def import_trace(
     if split is None and split_gap is None:
         trace = imported(dump, reading, form=form, workers=workers).trace
     else:
-        trace = split_at_gaps(read(dump), split, split_gap or 0.0)
+        trace = split_at_gaps(read_lengths(dump, reading, form).trace, split, split_gap or 0.0)
     path = trace.write(out)
     for note in filter(None, (trace.manifest.notes or "").split("; ")):
         progress(f"assumed: {note}")
