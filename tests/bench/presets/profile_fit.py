@@ -21,7 +21,7 @@ from scipy.optimize import least_squares
 
 from tltlab.arrays import Flags, Floats
 from tltlab.costs.profiles import MOST_EFFICIENT, capped
-from tltlab.costs.roofline import Constants, Numbers, rounded_max
+from tltlab.costs.roofline import Constants, rounded_max
 from tltlab.hardware import DTYPE_BYTES, model
 
 from .fit import UNKNOWN_CONTEXT, PublishedRows
@@ -245,7 +245,7 @@ def _term_rows(rows: PublishedRows, table: pd.DataFrame) -> dict[str, Flags]:
     }
 
 
-def limited(term: str, value: Numbers) -> Numbers:
+def limited(term: str, value: Any) -> Any:
     """What a term of the fit stands for: shares are at most 1, and the context is read at least once."""
     if term in ("expert_efficiency", "draft_spread"):
         return capped(value, 1.0)
