@@ -18,13 +18,13 @@ import simpy
 from tltlab.arrays import Floats
 from tltlab.costs.stages import STAGES, StageCosts, served_s
 from tltlab.errors import ConfigError
+from tltlab.options import check, option
 from tltlab.planning.dispatch import stage_left
 from tltlab.records import Json, frozen
 from tltlab.sim.engine.record import SimulatedRollout
 from tltlab.traces.schema import TABLES, span
 from tltlab.traces.trace import Trace
 
-from .config import at_least
 from .simulate import SimResult
 
 
@@ -45,13 +45,13 @@ class Pools:
 class Colocated:
     """All GPUs roll out, then compute log-probs, train and sync in turn, as in VeRL and TLT."""
 
-    gpus_per_worker: int = 1
+    gpus_per_worker: int = option("GPUs of a worker.", 1, min=1)
 
     name = "colocated"
     max_staleness = 0
 
     def __post_init__(self) -> None:
-        at_least(1, gpus_per_worker=self.gpus_per_worker)
+        check(self)
 
     def pools(self, num_workers: int, stages: StageCosts) -> Pools:
         num_gpus = num_workers * self.gpus_per_worker
@@ -72,16 +72,14 @@ class Separate:
     to what the stage costs are for, else to as many as generate.
     """
 
-    gpus_per_worker: int = 1
-    train_gpus: int | None = None
-    max_staleness: int = 0
+    gpus_per_worker: int = option("GPUs of a worker.", 1, min=1)
+    train_gpus: int | None = option("GPUs that train.", min=1)
+    max_staleness: int = option("Updates that a rollout's weights may lag behind.", 0, min=0)
 
     name = "separate"
 
     def __post_init__(self) -> None:
-        at_least(1, gpus_per_worker=self.gpus_per_worker, train_gpus=self.train_gpus)
-        if self.max_staleness < 0:
-            raise ConfigError(f"max_staleness {self.max_staleness}: give 0 (synchronous), 1 (one step off) or more")
+        check(self)
 
     def pools(self, num_workers: int, stages: StageCosts) -> Pools:
         rollout_gpus = num_workers * self.gpus_per_worker

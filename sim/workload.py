@@ -35,8 +35,6 @@ def requests_by_step(
     `prefix` of each further turn stays in the cache or is computed again, and `tool_s` is the time of tools without a
     time in the trace. ConfigError for turns that do not follow each other, and for such tools where it is None.
     """
-    if max_response_tokens is not None and max_response_tokens < 1:
-        raise ConfigError(f"max_response_tokens must be at least 1, got {max_response_tokens}")
     recorded = trace.rl_steps
     chosen = recorded if rl_steps is None else sorted(set(rl_steps))
     if missing := [s for s in chosen if s not in recorded]:

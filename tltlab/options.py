@@ -21,6 +21,7 @@ Fields of a model of pydantic, and types that several settings share, are `Annot
 """
 
 import inspect
+import math
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields, is_dataclass, replace
@@ -93,7 +94,7 @@ class Option:
         if isinstance(value, Integral):
             return not kinds.isdisjoint({int, float})
         if isinstance(value, Real):
-            return float in kinds
+            return float in kinds and math.isfinite(value)
         if isinstance(value, str):
             return not kinds.isdisjoint({str, Path})
         if isinstance(value, dict) and not kinds.isdisjoint({dict, Mapping}):

@@ -22,7 +22,7 @@ from tltlab.planning.planners import PLANNERS
 from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy, PolicySource
 from tltlab.records import Fields, Json, frozen
-from tltlab.sim.config import SimulationConfig, Source, at_least, decision_interval
+from tltlab.sim.config import SimulationConfig, Source, decision_interval
 from tltlab.sim.options import Jobs
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import Colocated
@@ -92,14 +92,12 @@ class StudyConfig(SimulationConfig):
     jobs: Jobs = 1
 
     def __post_init__(self) -> None:
-        # The fields of the simulations are checked where an axis has one value.
+        # Fields of the simulations are checked where these are built, at each point.
         check(self)
         for name, values in self.axes.items():
             if len(set(map(str, values))) < len(values):
                 raise ConfigError(f"{name}: a value comes twice in {', '.join(map(str, values))}")
-        for _, config in self.points():
-            for name in ("workers", "max_response_tokens"):
-                at_least(1, **{name: getattr(config, name)})
+        list(self.points())
 
     @property
     def axes(self) -> dict[str, tuple[Any, ...]]:

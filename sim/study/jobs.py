@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TypeVar
 
-from tltlab.sim.config import at_least
-
 Result = TypeVar("Result")
 
 ALONE_S = 2.0
@@ -42,11 +40,10 @@ def side_by_side(
 
     Tasks run here, one after another, until it is known that sharing the rest would save `ALONE_S`. Where `expected_s`
     has about the seconds of each, tasks are shared from the first on if that saves more. Where processes are running
-    already, tenths of a second are worth it. ConfigError for fewer than one job.
+    already, tenths of a second are worth it.
     """
     global _started
     jobs = cores() if jobs is None else jobs
-    at_least(1, jobs=jobs)
     worth_s = ALONE_S / 20 if _started else ALONE_S
     began, done = time.perf_counter(), 0
     total_s = sum(expected_s)
