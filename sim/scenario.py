@@ -190,9 +190,10 @@ class Scenario(SimulationConfig):
         return {"drafters": drafters, "acceptance": granted(self.acceptance, self.acceptance_name, drafters)}
 
     def held(self, strategies: Iterable[Strategy]) -> list[Strategy]:
-        """Those whose drafts are deeper than the acceptance was measured at: the last chance is held for them."""
+        """Those of networks that draft deeper than the acceptance was measured: the last chance is held for them."""
         model = self.acceptance
-        return [s for s in strategies if s.speculates and model is not None and "draft_depth" in model.outside(s)]
+        deeper = [s for s in strategies if s.speculates and model is not None and "draft_depth" in model.outside(s)]
+        return [s for s in deeper if self.registry[s.drafter].has_network]
 
     def check_acceptance(self, policies: Iterable[Policy]) -> None:
         """Raise ConfigError for acceptance that does not fit these policies.

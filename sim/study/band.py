@@ -176,7 +176,7 @@ class InputErrors:
                 tokens[name] = usual
             elif recorded:
                 tokens[name] = recorded_tokens(trace, name) or usual
-            elif scenario.registry[name].has_network and scenario.held(s for s in strategies if s.drafter == name):
+            elif scenario.held(s for s in strategies if s.drafter == name):
                 tokens[name] = HELD
         return cls(speed_up=speed_up, seconds=unstated if seconds is None else seconds, tokens=tokens)
 

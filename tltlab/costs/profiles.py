@@ -4,7 +4,6 @@
 and terms of each engine. `ENGINE:GPUS:MODEL[:WEIGHTS[:KV]]` names costs by them, as `vllm:2xH100:Qwen3-32B:fp8`.
 """
 
-import math
 import re
 from functools import cache, partial
 from pathlib import Path
@@ -48,8 +47,6 @@ VLLM_WAITING = Waiting(base_s=1.689e-3, per_request_s=8.4e-6, source="vLLM 0.32 
 """Plain iterations at batch 1 to 256, `traces/h200-rehearsal/quick.json`."""
 _SHARPNESS = 12.0
 _LONG_PROMPT = 8_000
-_SHORT_OF_INTERPOLATED = 0.45
-"""Interpolated is 0.5 of the way, in logarithms of logarithms."""
 _Numbers = TypeVar("_Numbers", float, Floats)
 _Record = TypeVar("_Record", Gpu, ModelShape)
 
@@ -224,10 +221,9 @@ class Quantised(FrozenModel):
 
 
 class MeasurementSet(FrozenModel):
-    """One set of measurements of the fit: what was run, the spans covered, and errors with a third of it left out.
+    """One set of measurements of the fit: what was run, and the spans covered.
 
-    `batch` counts requests, `context_tokens` are per request, `draft_depth` is None where nothing was drafted. `fitted`
-    as in `Evidence`.
+    `batch` counts requests, `context_tokens` are per request, `draft_depth` is None where nothing was drafted.
     """
 
     gpu: str
@@ -238,7 +234,6 @@ class MeasurementSet(FrozenModel):
     context_tokens: Span
     draft_depth: Span | None = None
     source: str
-    fitted: Bound
 
     def of(self, gpu: str, model: str, weights: str) -> bool:
         """Return whether the GPU, the model and the weights' type are these."""
@@ -309,10 +304,6 @@ class Profiles(FrozenModel):
         depths = [m.draft_depth for m in ([m for m in nearest if m.draft_depth] or drafted) if m.draft_depth]
         kinds = {kind: LEFT_OUT + kind for kind in ("", SPECULATING, GOODPUT)}
         fitted = {f"all{kind}": errors[MEASURED + kind] for kind in kinds if MEASURED + kind in errors}
-        for measured in nearest:
-            for kind in (SPECULATING, GOODPUT) if measured.draft_depth else ("",):
-                if f"all{kind}" in fitted:
-                    fitted[f"all{kind}"] = _own(measured.fitted, fitted[f"all{kind}"], errors[LEFT_OUT + kind])
         return Evidence(
             engine=engine,
             unmeasured=profile.unmeasured(gpu, model.name, weights),
@@ -358,13 +349,6 @@ class Profiles(FrozenModel):
             }
         )
         return Constants.model_validate(terms)
-
-
-def _own(own: Bound, every: Bound, left_out: Bound) -> Bound:
-    """The error of one set of measurements: no less than that of `every` set, and short of what is interpolated."""
-    near, far = math.log1p(every[1]), math.log1p(left_out[1])
-    most = math.expm1(near * (far / near) ** _SHORT_OF_INTERPOLATED)
-    return own[0], round(min(max(own[1], every[1]), most), 6)
 
 
 @cache

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,7 @@ ENOUGH = 25
 """A set of measurements counts as at most so many: it is one model on one server, however often that was asked."""
 _MOST_ROWS = 60
 """Rows of each set that the fit uses, evenly spaced."""
+_Value = TypeVar("_Value", float, Floats)
 Param = tuple[str, str, str]
 """Term, level ("" for the shared value) and the level's value."""
 
@@ -245,7 +246,7 @@ def _term_rows(rows: PublishedRows, table: pd.DataFrame) -> dict[str, Flags]:
     }
 
 
-def limited(term: str, value: Any) -> Any:
+def limited(term: str, value: _Value) -> _Value:
     """What a term of the fit stands for: shares are at most 1, and the context is read at least once."""
     if term in ("expert_efficiency", "draft_spread"):
         return capped(value, 1.0)

@@ -375,8 +375,6 @@ def _measured(part: pd.DataFrame) -> MeasurementSet:
     served = part["input_tokens"].notna()
     context = part["context_tokens"].where(~served, part["input_tokens"] + part["output_tokens"] / 2).dropna()
     drafted = part["draft_depth"][part["draft_depth"] > 0]
-    left_out = PART if _column(PART) in part and part[_column(PART)].notna().any() else ""
-    off = _off(part[_column(left_out)])
     return MeasurementSet(
         gpu=first["gpu"],
         model=first["model"],
@@ -386,7 +384,6 @@ def _measured(part: pd.DataFrame) -> MeasurementSet:
         context_tokens=_span(context) if len(context) else (0.0, 0.0),
         draft_depth=_span(drafted) if len(drafted) else None,
         source=first["source"],
-        fitted=(_round(np.expm1(off.median())), _round(np.expm1(off.quantile(LEVEL)))),
     )
 
 

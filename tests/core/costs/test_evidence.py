@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from tltlab.calibration.cross_validation import error_quantiles
-from tltlab.costs.evidence import GOODPUT, LEVEL, SPECULATING, Evidence, interval
+from tltlab.costs.evidence import GOODPUT, LEVEL, Evidence, interval
 from tltlab.costs.load import load_costs, presets
-from tltlab.costs.profiles import MEASURED, profiles
-from tltlab.hardware import model as shape
 
 LEFT_OUT = {
     "model": (0.05, 0.1), "gpu": (0.1, 0.2), "engine": (0.2, 0.4),
@@ -68,20 +66,6 @@ def test_errors_of_profiles_widen_with_distance(model):
     for error in ([one.error() for one in found], [one.speedup_error() for one in found]):
         assert error == sorted(error)
     assert len({one.error() for one in found}) == 4
-
-
-def test_measured_sets_are_surer_than_interpolation():
-    for name, engine in profiles().engines.items():
-        for one in engine.measured:
-            at = profiles().evidence(name, one.gpu, shape(one.model), one.weights)
-            kind = SPECULATING if one.draft_depth else ""
-            own = at.speedup_error() if kind else at.error()
-            apart = at.model_copy(update={
-                "unmeasured": ("together",), "drafting_unmeasured": ("together",),
-                "fitted": {f"all{part}": profiles().errors["experts" if shape(one.model).experts else "dense"][
-                    MEASURED + part] for part in ("", SPECULATING, GOODPUT)},
-            })  # fmt: skip
-            assert own < (apart.speedup_error() if kind else apart.error())
 
 
 def test_an_interval_is_a_factor_either_way():
