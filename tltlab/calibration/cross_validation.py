@@ -72,11 +72,6 @@ def held_out_errors(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(errors).reindex(columns=columns)
 
 
-def error_bound_90(spread: Floats) -> float:
-    """Upper bound of nine in ten absolute normal errors of these standard deviations."""
-    return round(1.645 * float(np.sqrt(np.mean(spread**2))), 4)
-
-
 def error_quantiles(errors: pd.Series[float] | Floats) -> tuple[float, float]:
     """Median of relative errors' sizes, and what the next one does not exceed with a probability of 90 %.
 

@@ -26,7 +26,7 @@ from bench.presets.measurements import (
     tlt_cells,
 )
 from tltlab.arrays import Flags, Floats
-from tltlab.calibration.cross_validation import error_bound_90, error_quantiles
+from tltlab.calibration.cross_validation import error_quantiles
 from tltlab.costs.evidence import SPECULATING, CalibratedRange, Evidence
 from tltlab.costs.roofline import Constants, Ideal, RooflineCosts
 from tltlab.hardware import gpu, kv_capacity_tokens, model
@@ -129,6 +129,11 @@ def presets(data: Path) -> dict[str, RooflineCosts]:
             key = f"{name}-{shape}" + (f"-tp{tp}" if tp > 1 else "")
             models[key.lower()] = preset(constants, name, shape, tp, calibrated, tuple(notes), evidence)
     return models
+
+
+def error_bound_90(spread: Floats) -> float:
+    """Upper bound of nine in ten absolute normal errors of these standard deviations."""
+    return round(1.645 * float(np.sqrt(np.mean(spread**2))), 4)
 
 
 def _evidence(fitting: Fitted, data: Path, gpu: str, model: str) -> Evidence:
