@@ -193,7 +193,9 @@ def learns(run: RunEvidence) -> Findings:
     if reasons := [name for name, is_so in found.items() if is_so]:
         texts = [TEXTS["learning"][name].format(late[name]) for name in reasons]
         steps = rl_steps(rows["rl_step"], run.unit)
-        yield problem("The policy learns little or nothing", f"{'; '.join(texts)}.", TEXTS["advice"][reasons[0]], steps)
+        # A mean reward alone may be constant by chance.
+        kind = hint if reasons == ["reward_mean"] else problem
+        yield kind("The policy learns little or nothing", f"{'; '.join(texts)}.", TEXTS["advice"][reasons[0]], steps)
 
 
 class Signature(NamedTuple):

@@ -827,7 +827,7 @@ def _by_turn(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     whole = ["rl_step", "session"]
     frame = frame.sort_values([*whole, "turn"], kind="stable", ignore_index=True)
     if (twice := frame.duplicated([*whole, "turn"])).any():
-        row = frame[twice].iloc[0]
+        row = frame.iloc[int(np.argmax(twice))]
         raise TraceError(f"{row['file']}, {row['place']}: turn {row['turn']:g} of {row['session']} is there twice")
     turns = frame.groupby(whole, sort=False)
     frame["turn"], frame["first"] = turns.cumcount(), turns["turn"].transform("idxmin")
