@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tltlab.console import table, verdict_text
-from tltlab.records import Fields
+from tltlab.records import Fields, Json
 from tltlab.sim.simulate import outside_text
 from tltlab.sim.study.reduce import DRAWS_ONLY, REGRET, drafters_text, granted_text, speed_up_cells
 from tltlab.sim.study.sample import sample_text
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 STAYING = "; staying: above the bound where all stay on their workers"
 
 
-def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def summary_lines(summary: Json) -> list[tuple[str, str]]:
     """The summary for people: a label and a figure in words each."""
 
     def shown(key: str, form: str) -> str:

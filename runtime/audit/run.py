@@ -24,7 +24,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, Lea
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import AcceptanceBudgetSpec, Policy, load_policy
 from tltlab.policies.specs import ExploreSpec, FixedSpec
-from tltlab.records import Fields, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.engine.vllm import on_cpu
@@ -92,7 +92,7 @@ def run_audit(
     false_alarm_rate: float,
     seed: int,
     progress: Callable[[str], None],
-) -> dict[str, Any]:
+) -> Json:
     """Run the audit and return the report; ConfigError for engines that cannot be audited.
 
     `drafters` restricts the default cases to some of them; a `policy` replaces them.
@@ -112,7 +112,7 @@ def run_audit(
         # Bonferroni: a sound engine fails any of the checks at `false_alarm_rate`.
         num_checks = 2 * sum(case.composition != "greedy" for plan in plans for case, _ in plan.cases)
         level = false_alarm_rate / max(num_checks, 1)
-        rows: list[dict[str, Any]] = []
+        rows: list[Json] = []
         for plan in plans:
             engine = Engine(
                 str(models.target),
@@ -135,7 +135,7 @@ def run_audit(
     }
 
 
-def run_plan(plan: EnginePlan, auditor: Auditor) -> Iterator[dict[str, Any]]:
+def run_plan(plan: EnginePlan, auditor: Auditor) -> Iterator[Json]:
     """Yield rows of the plan's cases. A case in which the engine fails has failed; later ones are not tested."""
     died = None
     for case, policy in plan.cases:
@@ -225,7 +225,7 @@ class SampledAnswer:
     num_before: int | None = None
 
 
-def settings(vllm_args: Fields) -> dict[str, Any]:
+def settings(vllm_args: Fields) -> Json:
     """Return vLLM arguments of a small engine in full precision, like the reference; `vllm_args` override."""
     memory = {"kv_cache_memory_bytes": 64 << 20} if on_cpu() else {"gpu_memory_utilization": 0.1}
     return {"dtype": "float32", "max_model_len": MAX_POSITIONS, "max_num_seqs": 128, **memory, **vllm_args}
@@ -368,7 +368,7 @@ class Auditor:
             for number, prompt in enumerate(PROMPTS)
         ]
 
-    def run(self, case: AuditCase, policy: Policy) -> dict[str, Any]:
+    def run(self, case: AuditCase, policy: Policy) -> Json:
         """Sample `case` under `policy` and judge it; return one row of the report."""
         self.engine.set_policy(policy, (self._round,))
         self.engine.forget()
@@ -448,7 +448,7 @@ class Auditor:
             for a, r in zip(requests, rollout.responses, strict=True)
         ]
 
-    def _figures(self, check: ChiSquare) -> dict[str, Any]:
+    def _figures(self, check: ChiSquare) -> Json:
         return {
             # JSON has no infinity: null is an outcome of probability 0.
             "statistic": finite(check.statistic),
@@ -500,7 +500,7 @@ class Auditor:
     def _model(self, request: AuditRequest) -> ExactModel:
         return self.after if request.updated else self.before
 
-    def _greedy(self, case: AuditCase) -> dict[str, Any]:
+    def _greedy(self, case: AuditCase) -> Json:
         """Test that every token is the exact model's likeliest, as plain decoding's are."""
         requests = [AuditRequest(prompt=n % 2, sampling=case.sampling, max_tokens=40 + n) for n in range(8)]
         wrong = 0
@@ -511,7 +511,7 @@ class Auditor:
         reasons = [f"{wrong} of {len(requests)} responses are not plain decoding's"] if wrong else []
         return self._row(case, reasons, statistic=float(wrong), sample_size=len(requests))
 
-    def _row(self, case: AuditCase, reasons: Sequence[str], **figures: Any) -> dict[str, Any]:
+    def _row(self, case: AuditCase, reasons: Sequence[str], **figures: Any) -> Json:
         """Return the row of a sampled case. A case with too few drafts is not tested, which is no pass."""
         drafted, accepted = self.num_drafted, self.num_accepted
         tested = accepted > 0 if case.composition == "greedy" else min(accepted, drafted - accepted) >= LEAST_DRAFTS
@@ -531,7 +531,7 @@ def strata(answers: Sequence[SampledAnswer]) -> dict[AuditRequest, list[SampledA
     return groups
 
 
-def unsampled_row(case: AuditCase, verdict: str, reason: str | None) -> dict[str, Any]:
+def unsampled_row(case: AuditCase, verdict: str, reason: str | None) -> Json:
     """Return the row of a case without samples."""
     return {
         "case": str(case),

@@ -1,12 +1,12 @@
 """Order of prompts: seeded epochs, cut into the batches of RL steps, resumable at any position."""
 
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import numpy as np
 
 from tltlab.arrays import Ints
 from tltlab.errors import ConfigError
+from tltlab.records import Json
 
 
 class DataOrder:
@@ -81,7 +81,7 @@ class DataOrder:
         turns[waiting] = np.arange(len(waiting))
         return turns
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """Return its position, in JSON types."""
         return {
             "num_prompts": self.num_prompts,
@@ -92,7 +92,7 @@ class DataOrder:
             "again": list(self._again),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         """Continue from a position; ConfigError where it is of another order, of other data or another seed."""
         for name, own, same in (("num_prompts", self.num_prompts, "data"), ("seed", self.seed, "seed")):
             if state[name] != own:

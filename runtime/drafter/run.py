@@ -50,7 +50,7 @@ from tltlab.coordination.schedule import Attempt, TrainingSchedule, tokens_per_d
 from tltlab.errors import ConfigError, one_line
 from tltlab.files import new_folder
 from tltlab.policies.policy import Policy
-from tltlab.records import Fields, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.runtime.engine.drafter_pool import DrafterPool, DrafterReport
 from tltlab.runtime.engine.graphs import parts_of
 from tltlab.runtime.ray.actors import error_of, get, runtime_env
@@ -100,7 +100,7 @@ _Trainer: Any = ray.remote(concurrency_groups={"train": 1, "orders": 1})(SpotTra
 WEIGHTS = "drafter.safetensors"
 TRAINING = "drafter_training.safetensors"
 
-Rows = dict[str, list[dict[str, Any]]]
+Rows = dict[str, list[Json]]
 
 
 class NoDrafting:
@@ -114,7 +114,7 @@ class NoDrafting:
     def memory(self) -> list[ProcessMemory]:
         return []
 
-    def state_dict(self, folder: Path) -> dict[str, Any]:
+    def state_dict(self, folder: Path) -> Json:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
@@ -342,7 +342,7 @@ class DrafterRun:
         """Return the memory of the processes that train the drafter."""
         return list(self.training.answers("memory").values())
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """Return the drafter's part of the run's summary."""
         return {"name": self.config.name, "updates": self.served.updates, "swaps": self.served.swaps}
 
@@ -354,7 +354,7 @@ class DrafterRun:
         with new_folder(self.out / "final") as folder:
             head.save(folder)
 
-    def state_dict(self, folder: Path) -> dict[str, Any]:
+    def state_dict(self, folder: Path) -> Json:
         """Return the drafter in service, and all training state and data.
 
         State of the drafter: weights, AdamW's moments and counters, the RL step since which it serves, the training
@@ -533,7 +533,7 @@ class IdleWorkerTraining:
         self.target = target
         self.answers("set_target", target)
 
-    def rows(self, rl_step: int, reports: Mapping[int, TrainerReport]) -> list[dict[str, Any]]:
+    def rows(self, rl_step: int, reports: Mapping[int, TrainerReport]) -> list[Json]:
         """Return the rows of `spot_training` of the ended rollout, those of trainers that failed in it too."""
         rows = [row for report in reports.values() for row in report.rows]
         for worker, term, died_s in self._lost:
@@ -816,7 +816,7 @@ class ServedDrafter:
     weights: Mapping[str, Tensor] | None = None
     training: Any = None
 
-    def state_dict(self, folder: Path) -> dict[str, Any]:
+    def state_dict(self, folder: Path) -> Json:
         """Return all but tensors, as JSON types; tensors go into two files in `folder`, which is made."""
         if self.weights is not None:
             folder.mkdir(exist_ok=True)
@@ -879,7 +879,7 @@ class CanaryWatch:
             self._counts[worker] = counts
         self.accept_length, self.drafts = (1 + kept / drafts if drafts else None), drafts
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         return {
             "seen": {str(worker): list(counts) for worker, counts in self._counts.items()},
             "verdicts": {str(worker): [asdict(v) for v in verdicts] for worker, verdicts in self._verdicts.items()},

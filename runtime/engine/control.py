@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,7 @@ from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.policies.driver import PolicyDriver, refuse_needs
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
+from tltlab.records import Json
 from tltlab.state import Choice, RequestState, StepOutcome, StepState, recent_acceptance
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -139,14 +140,14 @@ class Control:
             return None
         return self._policy.name or f"{self._policy.selector.kind} {_digest(self._policy)}"
 
-    def state_dict(self, history: bool = True) -> dict[str, Any]:
+    def state_dict(self, history: bool = True) -> Json:
         """Return the learned state of policy, budget and drafters, from which a rollout can be repeated.
 
         The state may share lists with the live state. Without `history` it has no texts, which the caller must recall.
         """
         return {**self.driver.state_dict(), "drafters": self.drafters.state_dict(history)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         """Restore the result of `state_dict`, with no request running; a replay resumes at its position."""
         self.driver.load_state_dict(state)
         self.drafters.load_state_dict(state["drafters"])

@@ -8,7 +8,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tltlab.config import counted
 from tltlab.coordination.canary import Canary, CanaryConfig, DraftCounts, DraftPositions, Verdict, check_chances
@@ -22,7 +21,7 @@ from tltlab.drafters.specs import (
     traits_of,
 )
 from tltlab.errors import ConfigError, RunError, did_you_mean
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
@@ -119,7 +118,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         self._accept_estimates: dict[str, float] = {}
         self._counts: defaultdict[str, DraftCounts] = defaultdict(DraftCounts)
         self.canary = Canary(CanaryConfig())
-        self._awaited_state: dict[str, Any] | None = None
+        self._awaited_state: Json | None = None
         self._drafter_feeds: dict[str, _Feed] = {}
         learned = {name: spec for name, spec in self.specs.items() if isinstance(spec, LearnedSpec)}
         if len(learned) > 1:
@@ -342,7 +341,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         """Bytes of the history of the drafters in use, by their own estimate; walks all of it."""
         return sum(getattr(feed.drafter, "memory_bytes", 0) for feed in self._drafter_feeds.values())
 
-    def state_dict(self, history: bool = True) -> dict[str, Any]:
+    def state_dict(self, history: bool = True) -> Json:
         """Return the history and acceptance estimates of the drafters in use, as of between rollouts.
 
         Without `history` the remembered responses are left out: the caller recalls them after loading.
@@ -358,7 +357,7 @@ class DrafterPool(Mapping[str, DrafterState]):
             "counts": {name: counts.state_dict() for name, counts in self._counts.items()},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         """Restore the result of `state_dict`, for the same drafters in use.
 
         The learned drafter's acceptance is restored with its weights: now, or when those weights are swapped in next.
@@ -373,7 +372,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         else:
             self._awaited_state = state
 
-    def _recall(self, state: dict[str, Any]) -> None:
+    def _recall(self, state: Json) -> None:
         """Restore the record of the weights that serve."""
         self.canary.load_state_dict(state["canary"])
         self._fresh, self._rl_step = state["fresh"], state["rl_step"]

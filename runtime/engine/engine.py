@@ -21,7 +21,7 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import FixedSpec
 from tltlab.policies.wrappers import REPLAYED
-from tltlab.records import Fields
+from tltlab.records import Fields, Json
 from tltlab.runtime.engine.vllm import llm as adapter
 from tltlab.runtime.engine.vllm import replaced
 from tltlab.runtime.engine.vllm.capture import Captured, Sink
@@ -50,7 +50,7 @@ CAPTURE_SHARE = 0.25
 UNKNOWN_MEMORY = 4 << 30
 """Free memory assumed of a host that does not report it."""
 
-State = dict[str, Any]
+State = Json
 """Learned state, as JSON types."""
 
 _PLAIN = Policy(selector=FixedSpec(strategy=NO_SPECULATION))

@@ -8,7 +8,6 @@ machine's speed appears in the spread instead of biasing the table.
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,7 +19,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.policies.simple import Fixed
 from tltlab.policies.specs import ExploreSpec
-from tltlab.records import Fields, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.runtime.drafter.heads.target import read_config
 from tltlab.strategy import Strategy
 
@@ -114,7 +113,7 @@ class Profile:
     """
 
     table: pd.DataFrame
-    skipped: list[dict[str, Any]]
+    skipped: list[Json]
     seconds: float
     spread: float
     repeat_error: float | None
@@ -130,7 +129,7 @@ def start_engine(
     not compare.
     """
     name, spec = drafter if drafter is not None else ("ngram", ForcedDrafter())
-    args: dict[str, Any] = {"max_num_seqs": max(grid.batches)} | dict(vllm_args)
+    args: Json = {"max_num_seqs": max(grid.batches)} | dict(vllm_args)
     positions = getattr(read_config(model).get_text_config(), "max_position_embeddings", None) or grid.longest
     args.setdefault("max_model_len", min(grid.longest, int(positions)))
     graphs = graphs_for(grid, name, drafter) if torch.cuda.is_available() else None
@@ -161,7 +160,7 @@ def profile(
     return _Profiler(engine, grid, np.random.default_rng(seed), report).run()
 
 
-def engine_settings(engine: Engine) -> dict[str, Any]:
+def engine_settings(engine: Engine) -> Json:
     """Settings of the engine that step times depend on."""
     config = engine.llm.llm_engine.vllm_config
     return {
@@ -268,7 +267,7 @@ class _Profiler:
         ]
         return self.engine.generate(requests, rl_step=step, temperature=TEMPERATURE, until=until)
 
-    def _row(self, cell: Load, rows: Sequence[Fields]) -> dict[str, Any]:
+    def _row(self, cell: Load, rows: Sequence[Fields]) -> Json:
         seconds = np.array([row["duration"] for row in rows])
         return {
             "batch": cell.batch,

@@ -13,7 +13,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_file
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.runtime.data.prompts import Prompt, read_prompts
 from tltlab.runtime.drafter.offline.data import PromptedText, load_target
 from tltlab.runtime.drafter.offline.warm_up import train_drafter
@@ -142,7 +142,7 @@ def recipe_of(
     report = read_json(model / "report.json")
     if not isinstance(report, Mapping) or "reward" not in report:
         raise ConfigError(f"{model / 'report.json'} names no reward: the benchmark takes a folder of tltlab make-model")
-    drafting: dict[str, Any] = {"max_draft_depth": sizes.draft_depth if policy else 0, "policy": str(policy or "none")}
+    drafting: Json = {"max_draft_depth": sizes.draft_depth if policy else 0, "policy": str(policy or "none")}
     return Recipe(
         model=str(model),
         reward=report["reward"],

@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray._private import ray_constants
@@ -15,6 +14,7 @@ from ray._private.node import Node
 
 from tltlab.console import progress, sigterm_handler
 from tltlab.errors import ConfigError, RunError, one_line
+from tltlab.records import Json
 from tltlab.runtime.engine.vllm import replaced
 from tltlab.runtime.recipe.sections import ClusterConfig
 
@@ -70,7 +70,7 @@ def ray_running(cluster: ClusterConfig = ClusterConfig()) -> Iterator[None]:
         shutil.rmtree(session, ignore_errors=True)
 
 
-def _print_line(data: dict[str, Any], ignore_prefix: bool) -> None:
+def _print_line(data: Json, ignore_prefix: bool) -> None:
     """Print output of Ray's servers on standard error, one line each.
 
     Standard output is for results, and Ray would print the last lines of its logs there.
@@ -97,7 +97,7 @@ def start_ray(cluster: ClusterConfig = ClusterConfig()) -> bool:
             "set RAY_ADDRESS to its head"
         )
     _guard_token()
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    quiet: Json = {"log_to_driver": False, "logging_level": "ERROR"}
     if address != "local":
         try:
             with sigterm_handler():

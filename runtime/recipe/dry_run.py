@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from math import ceil
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from tltlab.console import table
 from tltlab.drafters.specs import LearnedSpec, NgramSpec, SuffixSpec
@@ -20,7 +20,7 @@ from tltlab.drafters.suffix import TREE_BYTES_PER_TOKEN
 from tltlab.errors import ConfigError
 from tltlab.hardware import Gpu, ModelShape, per_gpu_heads
 from tltlab.hardware import gpu as gpu_by_name
-from tltlab.records import Fields, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import plan_graphs
 
@@ -412,7 +412,7 @@ class RunPlan:
 
     model: str
     num_params: int
-    system: dict[str, Any] | None
+    system: Json | None
     placement: str
     num_nodes: int
     gpus_per_node: int

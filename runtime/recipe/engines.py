@@ -6,7 +6,6 @@ from dataclasses import asdict
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 from tltlab.costs.profiles import find_model
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
@@ -15,7 +14,7 @@ from tltlab.files import read_object
 from tltlab.hardware import Gpu, ModelShape
 from tltlab.hardware import gpu as gpu_by_name
 from tltlab.policies.policy import Policy
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import (
     GIB,
@@ -77,7 +76,7 @@ def model_context(model: str) -> int | None:
     return ceil(min(positions, most if isinstance(most, int) else positions) * max(float(factor or 1), 1.0))
 
 
-def config_of(model: str, name: str = "config.json") -> dict[str, Any]:
+def config_of(model: str, name: str = "config.json") -> Json:
     """Read a JSON object of a model's folder, or of a model in the Hugging Face cache; empty where there is none."""
     return read_object(model_file(model, name))
 
@@ -144,7 +143,7 @@ class EngineBuild:
         if self.graphs is not None and self.graphs.any_lengths and captured.mode != "FULL":
             yield f"no full graphs of any lengths: all but drafts of {self.graphs.deepest} tokens run in piecewise ones"
 
-    def as_json(self, captured: Iterable[CapturedGraphs]) -> dict[str, Any]:
+    def as_json(self, captured: Iterable[CapturedGraphs]) -> Json:
         """Return the contents of a run's graphs.json: the plan, if any, and each engine's captured graphs."""
         planned = None
         if (plan := self.graphs) is not None:

@@ -32,6 +32,7 @@ from tltlab.planning.planners import load_planner
 from tltlab.planning.rollout import RolloutPlanner
 from tltlab.planning.systems import find_system
 from tltlab.policies.policy import SHIPPED, Policy, load_policy
+from tltlab.records import Json
 
 from .rules import RULES
 from .sections import MOST_SAMPLES, SYSTEMS_POLICY, PartialConfig, ReuseConfig, Sections
@@ -46,7 +47,7 @@ DECIDED = ("policy", "max_draft_depth", "partial", "reuse", "one_step_off", "sta
 """Fields of `[rollout]` that follow from a system, as `drafter.schedule.kind` does."""
 
 
-def sections_of_system(recipe: Sections) -> dict[str, Any]:
+def sections_of_system(recipe: Sections) -> Json:
     """Return `[rollout]`, `[train]` and `[drafter]` of the recipe's system.
 
     ConfigError for an unknown system, and for parts of it that engines or the recipe lack, or that the recipe
@@ -56,7 +57,7 @@ def sections_of_system(recipe: Sections) -> dict[str, Any]:
     depth = max(strategy.draft_depth for strategy in run.policy.strategies)
     rollout = rollout.model_copy(update=_workload(recipe, run))
     reuse = run.workload if isinstance(run.workload, EarlierEpoch) else None
-    decided: dict[str, Any] = {
+    decided: Json = {
         "policy": rollout.policy if _is_policy_of(run, rollout.policy) else SYSTEMS_POLICY,
         "max_draft_depth": max(depth, int(drafter is not None)),
         "partial": _partial(run, rollout.prompts_per_step * rollout.group_size),
@@ -74,7 +75,7 @@ def sections_of_system(recipe: Sections) -> dict[str, Any]:
         decided |= {name: value for name, value in given.items() if name == "max_draft_depth"}
     kind = "always" if run.trains_drafter else "never"
     refuse([*_missing(recipe, run), *_contradictions(recipe, run, given, decided, kind)])
-    sections: dict[str, Any] = {"rollout": rollout.model_copy(update=decided)}
+    sections: Json = {"rollout": rollout.model_copy(update=decided)}
     if isinstance(run.workload, Truncated):
         sections["train"] = recipe.train.model_copy(update={"overlong": "zero"})
     if drafter is not None:
@@ -83,7 +84,7 @@ def sections_of_system(recipe: Sections) -> dict[str, Any]:
     return sections
 
 
-def _workload(recipe: Sections, run: EngineRun) -> dict[str, Any]:
+def _workload(recipe: Sections, run: EngineRun) -> Json:
     """Return the sizes that a system makes of the recipe's; ConfigError where these do not divide."""
     rollout, workload = recipe.rollout, run.workload
     if rollout.workload is not None or not isinstance(workload, Truncated | Regrouped):
@@ -132,7 +133,7 @@ def pass_costs(recipe: Sections, gpus: int, part: str) -> CostModel:
     return profile_costs(None, cluster.gpu, find_model(recipe.model), gpus)
 
 
-def system_settings(recipe: Sections) -> tuple[dict[str, Any] | None, list[str]]:
+def system_settings(recipe: Sections) -> tuple[Json | None, list[str]]:
     """Return for a plan the settings that execute the recipe's system, and notes on how engines differ from it."""
     if recipe.rollout.system is None:
         return None, []
@@ -182,9 +183,7 @@ def _missing(recipe: Sections, run: EngineRun) -> Iterator[str]:
         yield f"{name} needs GPUs of the trainers' own: set cluster.gpus_per_node and cluster.placement = 'separate'"
 
 
-def _contradictions(
-    recipe: Sections, run: EngineRun, given: dict[str, Any], decided: dict[str, Any], kind: str
-) -> Iterator[str]:
+def _contradictions(recipe: Sections, run: EngineRun, given: Json, decided: Json, kind: str) -> Iterator[str]:
     """Yield settings that contradict the recipe's system."""
     found = {f"rollout.{name}": (value, decided[name]) for name, value in given.items()}
     if recipe.drafter is not None and "kind" in recipe.drafter.schedule.model_fields_set:
@@ -357,7 +356,7 @@ def located(recipe: Recipe) -> Recipe:
         name: spec.model_copy(update={"model": absolute(spec.model)}) if isinstance(spec, LearnedSpec) else spec
         for name, spec in rollout.drafters.items()
     }
-    changes: dict[str, Any] = {
+    changes: Json = {
         "model": absolute(recipe.model),
         "data": data.model_copy(update={"train": absolute(data.train), "heldout": heldout}),
         "rollout": rollout.model_copy(update={"policy": policy, "drafters": drafters}),
@@ -376,7 +375,7 @@ def with_steps(recipe: Recipe, num_prompts: int) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps, "epochs": None})})
 
 
-def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:
+def _recipe(fields: Json, overrides: Sequence[str], source: str) -> Recipe:
     named = [override.partition("=")[2] for override in overrides if override.startswith("rollout.system=")]
     if any(json_or_text(name) for name in named):
         give_way(fields)

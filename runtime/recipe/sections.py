@@ -14,6 +14,7 @@ from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import did_you_mean, refuse
 from tltlab.own import paths_in
 from tltlab.planning.rollout import Shape
+from tltlab.records import Json
 
 from .drafter import Beta, DrafterConfig
 
@@ -46,7 +47,7 @@ class DataConfig(FiniteModel):
     answer_column: str = "answer"
     chat: bool = False
     system: str | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default={})
+    chat_template_kwargs: Json = Field(default={})
     max_prompt_tokens: int | None = Field(default=None, ge=1)
 
     @field_validator("heldout")
@@ -234,11 +235,11 @@ class RolloutConfig(FiniteModel):
     stale: Literal["hold", "drop"] = "hold"
     system: str | None = None
     workload: str | None = None
-    vllm: dict[str, Any] = Field(default={})
+    vllm: Json = Field(default={})
 
     @field_validator("vllm")
     @classmethod
-    def _check_rules(cls, vllm: dict[str, Any]) -> dict[str, Any]:
+    def _check_rules(cls, vllm: Json) -> Json:
         refuse(vllm_arguments(vllm), ValueError)
         return vllm
 
@@ -260,7 +261,7 @@ class RolloutConfig(FiniteModel):
         return int(self.vllm.get("max_num_batched_tokens") or 8192)
 
 
-ALGORITHMS: dict[str, dict[str, Any]] = {
+ALGORITHMS: dict[str, Json] = {
     # Shao et al. 2024, arXiv 2402.03300, Eq. 3; KL coefficient 0.04 (section 4.2). No clip range given: PPO's 0.2.
     "grpo": {"aggregation": "sequence", "clip_high": 0.2, "kl_coef": 0.04},
     # Liu et al. 2025, arXiv 2503.20783: neither standard deviation nor length in a denominator, no reference model.

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,7 @@ import safetensors.numpy
 
 from tltlab.config import counted
 from tltlab.drafters.base import Key
-from tltlab.records import Fields, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
@@ -199,7 +199,7 @@ class Rollouts(ABC):
         """Numbers of the prompts whose responses continue in the next RL step."""
         return ()
 
-    def state_dict(self, folder: Path) -> dict[str, Any]:
+    def state_dict(self, folder: Path) -> Json:
         """Return the state that later RL steps depend on, as JSON types; arrays go to files in `folder`."""
         return {}
 

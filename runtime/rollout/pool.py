@@ -35,7 +35,7 @@ from tltlab.planning.beliefs import LengthBelief
 from tltlab.planning.placement import PLACEMENTS, PlacedRequest, Placement, placed
 from tltlab.planning.rollout_driver import PlanDriver
 from tltlab.policies.policy import Policy
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.engine.weights import WeightTransport
@@ -87,7 +87,7 @@ class _Visit:
     num_bytes: int
 
 
-_OF_OWN: dict[str, Any] = {"scopes": ("problem",), "window": None, "history_mib": 256.0}
+_OF_OWN: Json = {"scopes": ("problem",), "window": None, "history_mib": 256.0}
 """Settings for drafter classes of a user's own: earlier responses to recurring prompts are kept."""
 
 
@@ -235,7 +235,7 @@ class _PoolWorker:
     memory: Any = None
     since: list[tuple[Any, int | None]] = field(default_factory=list)
     snapshot: Any = None
-    replayed: list[dict[str, Any]] = field(default_factory=list)
+    replayed: list[Json] = field(default_factory=list)
 
     def keep(self, policy: tuple[Policy, int] | None, memory: Any) -> None:
         """Keep the memory of a worker under `policy` for its next restart."""
@@ -267,7 +267,7 @@ class WorkerPool:
         recipe: Recipe,
         build: EngineBuild,
         feed: Callable[[int], str | None],
-        options: Callable[[int], dict[str, Any]],
+        options: Callable[[int], Json],
         *,
         events: RunEvents,
         on_restart: Callable[[int], None],
@@ -527,7 +527,7 @@ class WorkerPool:
         """True when no worker is known to have failed, so that the next call restarts none."""
         return all(self._workers[n].alive for n in self.workers)
 
-    def state_dicts(self) -> list[dict[str, Any]]:
+    def state_dicts(self) -> list[Json]:
         """Return each worker's state of policy, budget and drafters, as JSON types; a failed one's last known."""
         states = self._ask_all(_calling("state_dict"))
         for n, worker in enumerate(self._workers):
@@ -537,7 +537,7 @@ class WorkerPool:
                 states[n] = ray.get(worker.memory) if isinstance(worker.memory, ray.ObjectRef) else worker.memory or {}
         return states
 
-    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+    def load_state_dicts(self, states: Sequence[Json]) -> None:
         """Restore the result of `state_dicts`, under the active policy at that time."""
         for worker, state in zip(self._workers, states, strict=True):
             worker.keep(self._policy, state)

@@ -7,7 +7,6 @@ rollout, and `policies.json` as a training run writes it.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from tltlab.config import FrozenModel
 from tltlab.drafters.base import Key
 from tltlab.files import sealed, write_json
 from tltlab.policies.policy import Policy
+from tltlab.records import Json
 from tltlab.runtime.engine.generation import Rollout
 from tltlab.runtime.run.rows import Shares, rollout_alone
 from tltlab.traces.recorder import Recorder
@@ -46,7 +46,7 @@ class SessionRecorder(Recorder):
     def __init__(self, out: Path, manifest: Manifest, policies: Mapping[str, Policy], seed: int):
         super().__init__(out / "trace", manifest)
         self._file, self._policies, self._seed = out / "policies.json", policies, seed
-        self._in_force: list[dict[str, Any]] = []
+        self._in_force: list[Json] = []
         self._played_s = 0.0
 
     def add(

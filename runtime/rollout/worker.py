@@ -25,6 +25,7 @@ from tltlab.config import counted
 from tltlab.drafters.base import Key
 from tltlab.errors import RunError
 from tltlab.policies.policy import Policy
+from tltlab.records import Json
 from tltlab.runtime.drafter.feed import SequenceSender
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.engine import Engine, capture_room
@@ -122,7 +123,7 @@ class EngineWorker:
     def set_policy(self, policy: Policy, rl_step: int) -> None:
         self.engine.set_policy(policy, seed=[self.recipe.seed, self.number, rl_step])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """Return learned state of policy and budget, and the drafters' acceptance, as JSON types; without history."""
         return self.engine.state_dict(history=False)
 
@@ -293,7 +294,7 @@ def compact(response: GenerationResponse) -> GenerationResponse:
     return replace(response, token_ids=array("i", response.token_ids), logprobs=array("f", response.logprobs))
 
 
-def engine_args(recipe: Recipe, *, cuda: bool) -> dict[str, Any]:
+def engine_args(recipe: Recipe, *, cuda: bool) -> Json:
     """Return vLLM's arguments for one engine of a recipe; `rollout.vllm` overrides all but the fixed concurrency.
 
     >>> recipe = Recipe(model="m", reward="r:f", data={"train": "t"}, rollout={"partial": {"concurrency": 9}})
@@ -301,7 +302,7 @@ def engine_args(recipe: Recipe, *, cuda: bool) -> dict[str, Any]:
     5
     """
     rollout = recipe.rollout
-    args: dict[str, Any] = {"tensor_parallel_size": rollout.tensor_parallel_size}
+    args: Json = {"tensor_parallel_size": rollout.tensor_parallel_size}
     if cuda and (recipe.cluster.placement == "colocated" or rollout.tail_shape is not None):
         args["enable_sleep_mode"] = True
     if (lora := recipe.train.served_adapter) is not None:

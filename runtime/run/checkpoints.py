@@ -14,10 +14,10 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tltlab.errors import ConfigError, RunError, one_line
 from tltlab.files import fsync_file, fsync_folder, new_folder, read_text, sha256_of, write_durably, written_sum
+from tltlab.records import Json
 
 MANIFEST = "checkpoint.json"
 MOST_HASHED_BYTES = 1 << 20
@@ -65,7 +65,7 @@ class RunCheckpoints:
 
     def _seal(self, folder: Path, rl_step: int) -> None:
         """Make all files durable, then the list of them."""
-        files: dict[str, Any] = {}
+        files: Json = {}
         folders = [folder]
         for path in sorted(folder.rglob("*")):
             if path.is_dir():
@@ -129,7 +129,7 @@ def step_of(path: Path) -> int:
 def fault_of(path: Path, *, to_the_bit: bool = False) -> str | None:
     """Return the fault of an unusable checkpoint, None where it is complete. Large files are read only `to_the_bit`."""
     try:
-        files: dict[str, dict[str, Any]] = json.loads(read_text(path / MANIFEST))["files"]
+        files: dict[str, Json] = json.loads(read_text(path / MANIFEST))["files"]
         for name, expected in files.items():
             size = (path / name).stat().st_size
             if size != expected["bytes"]:

@@ -25,7 +25,7 @@ from tltlab.errors import ConfigError, RunError, TltlabError, refuse
 from tltlab.files import lock, make_folder, new_folder, read_json, sealed, write_json
 from tltlab.planning.beliefs import LengthBelief
 from tltlab.policies.policy import Policy, PolicySource, load_policy
-from tltlab.records import Fields
+from tltlab.records import Fields, Json
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import Drafting, drafter_of
@@ -83,7 +83,7 @@ class RunActors:
         self._engines_awake = True
         self._given_up = False
         # As in graphs.json.
-        self.graphs: dict[str, Any] = {}
+        self.graphs: Json = {}
 
     def __enter__(self) -> RunActors:
         with ExitStack() as stack:
@@ -208,7 +208,7 @@ class RunActors:
 
 def train(
     recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | None = None, allow_other_data: bool = False
-) -> dict[str, Any]:
+) -> Json:
     """Run a recipe from its first step, or with `resume` from its newest checkpoint, to its last into the folder `out`.
 
     Return the summary that it writes there. KeyboardInterrupt after Ctrl-C (`Stop`), with a checkpoint where the RL
@@ -798,7 +798,7 @@ class GrpoRun:
         return self._through(write)
 
     @property
-    def best(self) -> dict[str, Any] | None:
+    def best(self) -> Json | None:
         """RL steps and reward of the policy in `checkpoints/best`; None without one."""
         record = self.checkpoints.folder / "best" / BEST
         return dict(read_json(record)) if record.is_file() else None

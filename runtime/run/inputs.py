@@ -7,12 +7,12 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tltlab.errors import ConfigError
 from tltlab.files import open_input, read_object, sealed, sha256_of, write_json
+from tltlab.records import Json
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.recipe.engines import model_file
 from tltlab.runtime.recipe.recipe import Recipe
@@ -40,7 +40,7 @@ def check_inputs(recipe: Recipe, data: RunData, run: Path, *, resume: bool, allo
     sources |= {f"data.heldout {name}".strip(): source for name, source in recipe.data.heldout_sets.items()}
     prompts = dict(zip(sources, [data.train, *data.heldout.values()], strict=True))
     files = _files(recipe, run)
-    digests: dict[str, Any] = {place: _digest(path) for place, path in files.items()}
+    digests: Json = {place: _digest(path) for place, path in files.items()}
     digests |= {place: list(map(_digest_of_row, rows)) for place, rows in prompts.items()}
     before = read_object(run / INPUTS) if resume else {}
     differences = []

@@ -17,7 +17,7 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.specs import Drafters, DrafterSpec
 from tltlab.errors import TraceError
 from tltlab.files import found_in
-from tltlab.records import Fields, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
@@ -323,7 +323,7 @@ def summary_of(
     reward_last: float | None,
     drafter: Any,
     heldout: Fields,
-) -> dict[str, Any]:
+) -> Json:
     """Return `summary.json` of a run: its RL steps, held-out rewards before and after, and its drafter's summary.
 
     `heldout` are the measures of the last evaluation, and where it is kept the best policy's RL step and reward.

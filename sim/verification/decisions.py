@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,7 +23,7 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.policies.driver import PolicyDriver, Rewarded
 from tltlab.policies.selector import Selector
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.sim.engine import record
 from tltlab.sim.engine.batch import Batch, Gains, MacroStep, SpeculativeIterations
 from tltlab.sim.engine.record import SimulatedRollout
@@ -62,7 +61,7 @@ class Decisions:
         weights = self.rows["decisions"]
         return float((self.rows[column] * weights).sum() / weights.sum()) if weights.any() else None
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> Json:
         """The keys of `tltlab verify --decisions --json`."""
         num, states = int(self.rows["decisions"].sum()), {name: self.share(name) for name in (*STATE, "strategy")}
         verdict = "The run made no decision."
@@ -112,7 +111,7 @@ def replay_decisions(
     return Decisions(rows=pd.DataFrame(rows))
 
 
-def _replayed(trace: Trace, span: Sequence[int], force: ActivePolicy, chosen: Collection[int]) -> list[dict[str, Any]]:
+def _replayed(trace: Trace, span: Sequence[int], force: ActivePolicy, chosen: Collection[int]) -> list[Json]:
     """Rows of `Decisions` for those RL steps of a span that were chosen.
 
     All of them are played under one policy that continues learning, each with its own times and acceptance.
@@ -283,7 +282,7 @@ def own_seconds(rows: pd.DataFrame) -> Floats:
     return seconds
 
 
-def _compared(trace: Trace, rollout: SimulatedRollout) -> dict[str, Any]:
+def _compared(trace: Trace, rollout: SimulatedRollout) -> Json:
     """Shares of the recorded decisions of a rollout, and of the states they were made in, that came out the same."""
     step = rollout.requests.rl_step
     assert trace.iterations is not None

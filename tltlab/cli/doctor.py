@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -10,6 +10,7 @@ from tltlab.console import emit, verdict_text
 from tltlab.doctor.evidence import RunEvidence
 from tltlab.doctor.signatures import Diagnosis, Finding, examine
 from tltlab.errors import ConfigError
+from tltlab.records import Json
 from tltlab.traces.schema import is_trace
 from tltlab.traces.trace import locate
 
@@ -31,7 +32,7 @@ def doctor(
         others = f"; there are {', '.join(path.name for path in runs[1:9])} too" if runs[1:] else ""
         raise ConfigError(f"{run} holds runs and is none: name one, as in tltlab doctor {runs[0]}{others}")
     diagnosis = examine(RunEvidence.of(run))
-    result: dict[str, Any] = {
+    result: Json = {
         "run": str(run),
         "simulated": diagnosis.simulated,
         "findings": [asdict(finding) for finding in diagnosis.findings],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pandas as pd
 import typer
@@ -19,7 +19,7 @@ from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifes
 from tltlab.lengths.model import LengthModel, of_regime
 from tltlab.options import check, command, option
 from tltlab.planning.beliefs import judge
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.traces.metrics import count
 from tltlab.traces.metrics import describe as describe_trace
 from tltlab.traces.recorder import Recorder
@@ -232,14 +232,14 @@ def generate(
     emit(result, _generated_text(result))
 
 
-def _counts_text(counts: dict[str, Any]) -> str:
+def _counts_text(counts: Json) -> str:
     return (
         f"{counts['num_responses']} responses, {counts['num_tokens']} tokens, {counts['num_rl_steps']} RL steps; "
         f"tables: {', '.join(counts['tables'])}"
     )
 
 
-def _describe_text(result: dict[str, Any]) -> str:
+def _describe_text(result: Json) -> str:
     said = {name: value for name, value in result["manifest"].items() if value is not None}
     fields = [(name, ", ".join(value) if isinstance(value, dict) else value) for name, value in said.items()]
     tables = ", ".join(f"{name} ({rows} rows)" for name, rows in result["tables"].items())
@@ -267,7 +267,7 @@ class _Source:
     shape: dict[str, int]
     num_prompts: int | None = None
     num_workers: int | None = None
-    statistics: dict[str, Any] | None = None
+    statistics: Json | None = None
 
 
 def _source(regime: str | None, like: str | None, prompt_share: float | None) -> _Source:
@@ -303,7 +303,7 @@ def _changed(model: LengthModel, changes: dict[str, float]) -> LengthModel:
     return model.with_changes(**changes).model_copy(update={"notes": (*model.notes, note)})
 
 
-def _generated_text(result: dict[str, Any]) -> str:
+def _generated_text(result: Json) -> str:
     lines = [
         f"wrote {result['path']}: {result['num_responses']} responses, {result['num_tokens']} tokens, "
         f"{result['num_rl_steps']} RL steps"

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, field_validator
 
 from tltlab.config import FrozenModel
+from tltlab.records import Json
 
 Distance = Literal["measured together", "interpolated", "never measured"]
 Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -140,7 +141,7 @@ class Evidence(FrozenModel):
         named = f" ({', '.join(gaps)})" if gaps else ""
         return f"{self.distance_of(speculates=speculates, beyond=beyond)} with {self.engine}{named}; {expect}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The keys of `evidence` in the commands' JSON."""
         derived = {
             "distance": self.distance,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from tltlab.arrays import Flags, Floats
 from tltlab.drafters.specs import STANDARD, Drafters
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.strategy import Strategy
 
 from .base import CostModel, DraftingIteration, Seconds, padded
@@ -129,7 +129,7 @@ def fit(rows: Iterations, *, recorded: bool) -> LinearCosts:
     return LinearCosts.model_validate(terms | {"notes": tuple(notes), "calibrated": rows.covered})
 
 
-def _recorded(rows: Iterations, notes: list[str]) -> dict[str, Any]:
+def _recorded(rows: Iterations, notes: list[str]) -> Json:
     """Terms of recorded iterations, and notes on terms that are None or inside others.
 
     Verification is fitted to duration - draft_s and drafting to draft_s, both as `tltlab.costs.samples` does:
@@ -163,7 +163,7 @@ def _recorded(rows: Iterations, notes: list[str]) -> dict[str, Any]:
     return terms
 
 
-def _measured(rows: Iterations, notes: list[str]) -> dict[str, Any]:
+def _measured(rows: Iterations, notes: list[str]) -> Json:
     """Terms of measured iterations, and notes: one non-negative least-squares fit of relative errors.
 
     Drafting is not measured apart here, so a chain's d drafted tokens per request are the same as d more to verify:

@@ -16,13 +16,13 @@ from tltlab.config import FrozenModel, faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.hardware import DTYPE_BYTES, GPUS, MODELS, Dtype, Gpu, ModelShape, gpu, kv_capacity_tokens, model
-from tltlab.records import Fields
+from tltlab.records import Fields, Json
 
 from .base import Seconds, Waiting
 from .evidence import GOODPUT, SPECULATING, CalibratedRange, Error, Evidence, Span
 from .roofline import Constants, Ideal, RooflineCosts, Share, Times, prefill_token_s, rounded_max
 
-_CONFIGS: dict[str, Any] = read_json(Path(__file__).with_name("configs.json"))
+_CONFIGS: Json = read_json(Path(__file__).with_name("configs.json"))
 """Of a `config.json`: keys about experts (Qwen, DeepSeek, Kimi, GLM, Llama-4, Mixtral, MiniMax, GPT-OSS, Granite,
 Hunyuan, Ernie, Ling, OLMoE), model types that normalise queries and keys, and types of quantized weights, by the method
 or, with compressed-tensors and ModelOpt, which describe the weights' numbers, by kind and bits."""

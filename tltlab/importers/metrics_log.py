@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import open_unpacked, parse_json
-from tltlab.records import Fields
+from tltlab.records import Fields, Json
 from tltlab.traces.storage import MOST_ROWS
 
 from .fields import of_many
@@ -182,7 +182,7 @@ def _from_lines(path: Path) -> Iterator[Record]:
         width = max(width, len(line.text))
         for form, *_ in _records_in(line.text):
             lengths[form.begins][len(line.text)] += 1
-    block, in_block = None, dict[str, Any]()
+    block, in_block = None, Json()
     call_times: dict[str, float] = {}
     for line, after in pairwise(chain(_lines(path), [_Line(0, "")])):
         place = f"line {line.number}"
@@ -245,7 +245,7 @@ def _records_in(text: str) -> Iterator[tuple[Form, int | None, str, bool]]:
         yield form, rl_step, _RAY_REPEATS.sub("", text[match.end() : end]), end == len(text)
 
 
-def _items(form: Form, text: str) -> tuple[dict[str, Any], str | None, bool]:
+def _items(form: Form, text: str) -> tuple[Json, str | None, bool]:
     """Fields of a record, the one that ends with the text (None: each has its own end), and True if the text is cut."""
     if form.items == "dict":
         return _dict(text)
@@ -260,16 +260,16 @@ def _items(form: Form, text: str) -> tuple[dict[str, Any], str | None, bool]:
     return fields, next(reversed(fields), None), form.items == " - " and not items[-1][1]
 
 
-def _once(items: Iterable[tuple[str, str]]) -> dict[str, Any]:
+def _once(items: Iterable[tuple[str, str]]) -> Json:
     """Return items by name, without names that have two values."""
-    fields, twice = dict[str, Any](), set[str]()
+    fields, twice = Json(), set[str]()
     for name, value in items:
         if fields.setdefault(name, value) != value:
             twice.add(name)
     return {name: value for name, value in fields.items() if name not in twice}
 
 
-def _dict(text: str) -> tuple[dict[str, Any], None, bool]:
+def _dict(text: str) -> tuple[Json, None, bool]:
     """A dictionary as JSON or Python prints it; each item has its own end."""
     with suppress(ValueError):
         fields = parse_json(text[: text.rfind("}") + 1])
@@ -314,7 +314,7 @@ def from_fields(
 
     TRL logs each call's time to W&B in its own row: `call_times` adds these up for the next row of metrics.
     """
-    flat: dict[str, Any] = {}
+    flat: Json = {}
     for key, value in fields.items():
         inner = value if isinstance(value, dict) else {None: value}
         for name, item in inner.items():

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tltlab.config import shown
 from tltlab.errors import TraceError
+from tltlab.records import Json
 from tltlab.traces.storage import MOST_ROWS
 
 from .fields import (
@@ -75,8 +76,8 @@ _OWN = {
 """Columns of a trace for which names are of several kinds."""
 
 
-_Flat = tuple[str, dict[str, Any]]
-_Cell = tuple[str, dict[str, Any], Any]
+_Flat = tuple[str, Json]
+_Cell = tuple[str, Json, Any]
 """A record's place, its fields, and one of them."""
 _SIZES = {"response_sizes", "sizes"}
 _RESPONSE_IDS = ("response_ids", "response_tokens", "response_text", "response_sizes", "sizes")

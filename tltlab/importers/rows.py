@@ -21,7 +21,7 @@ from tltlab.config import shown
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import MOST_JSON_BYTES, PACKED, open_unpacked, parse_json
 from tltlab.options import check, option
-from tltlab.records import Fields, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.strategy import Strategy
 from tltlab.traces.storage import MOST_ROWS, check_parquet
 
@@ -328,13 +328,13 @@ def text_id(value: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def flat(fields: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
+def flat(fields: Mapping[Any, Any], before: str = "") -> Json:
     """Return a record with the fields of its objects beside its own, by paths such as `usage.completion_tokens`.
 
     A list with one choice stands for the choice. Messages stay whole, and `{"type": "length"}` as a finish reason is
     its type.
     """
-    result: dict[str, Any] = {}
+    result: Json = {}
     is_deep = before.count(".") > _MOST_DEPTH
     for key, value in fields.items():
         name = f"{before}{key}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
@@ -17,7 +17,7 @@ from pydantic import Field
 from tltlab.arrays import Floats, Ints
 from tltlab.config import FrozenModel, entries
 from tltlab.errors import TraceError
-from tltlab.records import Fields, frozen
+from tltlab.records import Fields, Json, frozen
 from tltlab.traces.trace import few
 
 from .responses import MOST_TOKENS, tables_of_lengths
@@ -90,7 +90,7 @@ FORMS = (
     *entries(Form, _TABLE["any"]["lines"], "frameworks.toml, any"),
 )
 """How lines of metrics begin and are written: those of frameworks, then any."""
-ANY: dict[str, Any] = _TABLE["any"]
+ANY: Json = _TABLE["any"]
 """What does not depend on the framework."""
 KNOWN = ", ".join(dict.fromkeys(framework.name.split(",")[0] for framework in FRAMEWORKS))
 """The frameworks' names, as messages list them."""

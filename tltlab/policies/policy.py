@@ -20,7 +20,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, Drafters, DrafterSpec, Hybri
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json, write_json
 from tltlab.own import OwnPart, named_in, parse_call
-from tltlab.records import Fields
+from tltlab.records import Fields, Json
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .engines import VerificationBudget
@@ -89,7 +89,7 @@ class Policy(FiniteModel):
     activation: Activation | None = None
     budget: BudgetSpec | None = None
     drafters: dict[str, DrafterSpec] = Field(default={})
-    provenance: dict[str, Any] = Field(default={})
+    provenance: Json = Field(default={})
 
     @field_validator("drafters", mode="before")
     @classmethod

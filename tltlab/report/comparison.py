@@ -3,11 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tltlab.charts import bars, lines
 from tltlab.errors import ConfigError
-from tltlab.records import Fields
+from tltlab.records import Fields, Json
 
 from .page import Block, Code, Facts, Items, Page, Part, Picture, Section, number, records
 from .parts import from_result, repeat_blocks, versions_of
@@ -148,7 +147,7 @@ def _band_section(speedups: Mapping[str, Mapping[str, float]], bands: Mapping[st
     return Section(title="Speed-up", blocks=(picture, table))
 
 
-def _in_words(row: Fields) -> dict[str, Any]:
+def _in_words(row: Fields) -> Json:
     """The row with its speed-ups, and with intervals and yes or no in words."""
     words = dict(row)
     for prefix in ("", "step_"):

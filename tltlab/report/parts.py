@@ -21,7 +21,7 @@ from tltlab.doctor.signatures import Diagnosis, diagnose
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import json_lines, read_object
 from tltlab.importers.token_counts import FolderTokenizer
-from tltlab.records import Fields
+from tltlab.records import Fields, Json
 from tltlab.stats import paired_ratio
 from tltlab.strategy import Strategy
 from tltlab.traces import metrics
@@ -261,7 +261,7 @@ def responses_part(trace: Trace, run: Path, recipe: Any) -> Sequence[Block]:
     if names:
         legend = tuple(Piece(text=name, drafter=colour) for name, colour in names.items())
         blocks.append(Transcript(label="Drafters", pieces=legend))
-    places: dict[str, Any] = {"The longest": rows["response_tokens"].idxmax()}
+    places: Json = {"The longest": rows["response_tokens"].idxmax()}
     if rows["reward"].nunique() > 1:
         places |= {"The highest reward": rows["reward"].idxmax(), "The lowest reward": rows["reward"].idxmin()}
     for label, at in places.items():
@@ -295,7 +295,7 @@ def _decoder(run: Path, recipe: Any) -> Decode:
 def _pieces(ids: list[int], drafts: pd.DataFrame, colours: Mapping[str, int], decode: Decode) -> tuple[Piece, ...]:
     """The response in pieces of one origin each."""
     origin = np.zeros(len(ids), np.int64)  # 0: the model's own; n + 1: kept of draft n
-    rows: list[dict[str, Any]] = drafts.to_dict("records")  # type: ignore[assignment]
+    rows: list[Json] = drafts.to_dict("records")  # type: ignore[assignment]
     for at, row in enumerate(rows):
         origin[int(row["generated_tokens"]) :][: int(row["accepted"])] = at + 1
     pieces = []
@@ -537,7 +537,7 @@ def steps_part(trace: Trace, rows: Sequence[Fields]) -> Sequence[Block]:
     return blocks
 
 
-def steps_rows(trace: Trace, per_step: Sequence[Fields]) -> list[dict[str, Any]]:
+def steps_rows(trace: Trace, per_step: Sequence[Fields]) -> list[Json]:
     """Each RL step's metrics next to the trace's own `steps`; None where unknown."""
     by_step = {} if trace.steps is None else {row["rl_step"]: row for row in json_rows(trace.steps)}
     rows = []

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.runtime.engine.guard import Guard
 
 VARIABLES = POLICY, RECORD, OPTIONS = "TLTLAB_POLICY", "TLTLAB_RECORD", "TLTLAB_OPTIONS"
@@ -63,7 +63,7 @@ def replacing(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[
     return put
 
 
-def attached(config: Any) -> dict[str, Any]:
+def attached(config: Any) -> Json:
     """Return the options attached to vLLM's configuration, empty for none."""
     additional = getattr(config, "additional_config", None)
     return (additional.get("tltlab") if isinstance(additional, dict) else None) or {}

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tltlab.errors import ConfigError, RunError, one_line
-from tltlab.records import Fields
+from tltlab.records import Fields, Json
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, GenerationResponse
 from tltlab.runtime.engine.recording import finish_reason_of
 from tltlab.runtime.engine.weights import BucketSlots, MappedMemory, WeightBucket, write_adapter
@@ -73,7 +73,7 @@ def start(
         return llm, not config.scheduler_config.async_scheduling and not config.use_v2_model_runner
 
 
-def engine_arguments(seed: int, vllm_args: Fields) -> dict[str, Any]:
+def engine_arguments(seed: int, vllm_args: Fields) -> Json:
     """Return vLLM's arguments with tltlab's defaults; set the environment variables that go with them."""
     for capability in ("policies", "own engines"):
         if without := missing(capability):
@@ -82,7 +82,7 @@ def engine_arguments(seed: int, vllm_args: Fields) -> dict[str, Any]:
         if vllm_args.get(name, 1) != 1:
             raise ConfigError(f"{name}={vllm_args[name]}: an Engine is one scheduler with one batch; start several")
     cpu = on_cpu()
-    args: dict[str, Any] = {
+    args: Json = {
         "dtype": "float32" if cpu else "bfloat16",
         "enforce_eager": cpu,
         "logprobs_mode": "processed_logprobs",
@@ -240,7 +240,7 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, float]) -
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    of_request: dict[str, Any] = {name: value for name in defaults if (value := getattr(request, name)) is not None}
+    of_request: Json = {name: value for name in defaults if (value := getattr(request, name)) is not None}
     if request.stop_token_ids:
         of_request["stop_token_ids"] = list(request.stop_token_ids)
     try:
@@ -287,12 +287,12 @@ def add_request(llm: Any, name: str, request: GenerationRequest, params: Any, ad
         raise ConfigError(f"request {request.key}: {error}") from error
 
 
-def abort(llm: Any, names: Container[str] | None = None) -> dict[str, Any]:
+def abort(llm: Any, names: Container[str] | None = None) -> Json:
     """Abort unfinished requests, all or those of `names`; return their outputs by name, with finish_reason "abort"."""
     from vllm.v1.engine import FinishReason
 
     engine = llm.llm_engine
-    outputs: dict[str, Any] = {}
+    outputs: Json = {}
     for state in list(engine.output_processor.request_states.values()):
         if names is not None and state.external_req_id not in names:
             continue

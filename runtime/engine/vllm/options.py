@@ -16,7 +16,7 @@ from tltlab.config import FrozenModel, faults_in
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, check_sampled_drafts
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.policies.policy import Policy, PolicySource, load_policy
-from tltlab.records import Fields
+from tltlab.records import Fields, Json
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import GraphPlan, parts_of, plan_graphs
@@ -30,7 +30,7 @@ Program = Literal["vllm", "vllm serve", "verl", "nemo-rl", "skyrl", "prime-rl", 
 """Programs that pass the arguments of `vllm_options` on to vLLM, each in its own form."""
 
 
-Arguments = dict[str, Any]
+Arguments = Json
 """Settings by name, such as arguments of vLLM."""
 
 
