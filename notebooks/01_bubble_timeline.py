@@ -28,9 +28,9 @@ trace = tltlab.read(root / "traces" / "tiny")
 print(trace.manifest.kind, "on", trace.manifest.hardware, "with", trace.manifest.engine)
 
 # %% [markdown]
-# A lane per worker, the trainer below them; at the right each worker's **bubble**, the share of the rollout in which it
-# had nothing to do. Under it: how many requests still run. Most are done in the first half; the rest of the rollout,
-# the **tail**, serves very few. Dark blue is speculative decoding, whose depth this recording tried at random.
+# A lane per worker, the trainer below them; what is hatched is a **bubble**, in which a worker had nothing to do. Under
+# it: how many requests still run. Most are done in the first half; the rest of the rollout, the **tail**, serves very
+# few. Dark blue is speculative decoding, whose depth this recording tried at random.
 
 # %%
 tltlab.timeline(trace, rl_step=3)

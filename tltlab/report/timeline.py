@@ -35,7 +35,6 @@ _STEPS = "RL steps"
 _LOOKS = tomllib.loads(Path(__file__).with_name("looks.toml").read_text(encoding="utf-8"))
 LOOKS: dict[str, list[str]] = _LOOKS["kinds"]
 _MARK_SHARE = 0.002  # a switch takes milliseconds; it is drawn at least this wide, in shares of the picture
-_FEW_LANES = 18  # up to here every lane has its idle share in figures
 
 Offsets = Mapping[int, float]
 Size = Literal["page", "column", "talk"]
@@ -152,7 +151,7 @@ def timeline(
     rollout_only: bool = False,
     size: Size = "page",
 ) -> Figure:
-    """Draw one lane per worker with its idle share, the trainer below, and the running requests over time.
+    """Draw one lane per worker, its idle time hatched, the trainer below, and the running requests over time.
 
     `trace` is a trace, its path, or anything with a `.trace` (a simulation's result). `rl_step` defaults to the one
     with the median rollout time; "all" lays the RL steps one by one. `compare`, a second trace, is drawn below
@@ -194,8 +193,6 @@ def timeline(
         above, below = grid[2 * number, 0], grid[2 * number + 1, 0]
         lane_pt = 72 * heights[2 * number] / segments["lane"].nunique() * height_in / natural_in
         _draw_lanes(above, segments, end_s, most_names=lane_pt / (1.15 * shape.type_pt))
-        if not shape.is_uniform:
-            _draw_bubbles(above, shown if chosen == "all" else shown.select([chosen]), segments)
         _draw_running(below, shown, offsets, end_s, 0.6 if shape.is_uniform else 0.2)
         _shade_tails(above, shown, offsets)
         above.set_title(titles[number], loc="left", fontsize=10)
@@ -255,26 +252,6 @@ def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float, most_names: fl
 def _edge(kind: str) -> tuple[float, float, float, float]:
     """The colour of a kind's hatch: that of bubbles, which have no colour of their own, is grey."""
     return (0.72, 0.72, 0.72, 1.0) if kind == "idle" else (1.0, 1.0, 1.0, 0.75)
-
-
-def _draw_bubbles(axes: Axes, trace: Trace, segments: pd.DataFrame) -> None:
-    """A strip at the right end: the share of the rollout in which each worker was idle."""
-    shares = metrics.worker_bubbles(trace, idle=True)
-    at = [(row, shares[name]) for row, name in enumerate(segments["lane"].unique()) if name in shares]
-    if not at:
-        return
-    strip = axes.inset_axes((1.008, 0.0, 0.05, 1.0), sharey=axes)
-    rows, widths = zip(*at, strict=True)
-    strip.barh(rows, np.ones(len(rows)), height=0.84, color="#efefef", linewidth=0)
-    strip.barh(rows, widths, height=0.84, color="#9a9a9a", linewidth=0)
-    if segments["lane"].nunique() <= _FEW_LANES:
-        for row, width in at:
-            strip.text(0.5, row, f"{100 * width:.0f} %", ha="center", va="center", fontsize=7)
-    strip.set_xlim(0.0, 1.0)
-    strip.set_xticks([])
-    strip.tick_params(axis="y", left=False, labelleft=False)
-    strip.set_title("idle", fontsize=7.5, pad=3)
-    strip.spines[:].set_visible(False)
 
 
 def _shade_tails(axes: Axes, trace: Trace, offsets: Offsets) -> list[tuple[float, float]]:

@@ -83,20 +83,6 @@ def bubble_fraction(trace: Source, *, workers: int | None = None, idle: bool = F
     return _ratio(total - sum(sum(busy.values()) for _, busy in known), total)
 
 
-def worker_bubbles(trace: Trace, *, idle: bool = False) -> dict[str, float]:
-    """Idle share of each worker lane, sum (D - busy_w) / sum D; their mean is `bubble_fraction`. Empty where unknown.
-
-    Two workers, done at 5 s and 10 s: {"worker 0": 0.5, "worker 1": 0.0}.
-    """
-    names = [f"worker {worker}" for worker in range(num_workers(trace))]
-    busy_s, known = dict.fromkeys(names, 0.0), _busy(trace, idle)
-    for _, busy in known:
-        for name, seconds in busy.items():
-            busy_s[name] = busy_s.get(name, 0.0) + seconds
-    total_s = sum(duration for duration, _ in known)
-    return {name: 1.0 - seconds / total_s for name, seconds in busy_s.items()} if total_s > 0 else {}
-
-
 def _busy(trace: Source, idle: bool) -> list[tuple[float, dict[str, float]]]:
     """Seconds of each rollout and of its busy workers, where both are known."""
     steps = _rollouts(trace, _BUSY_KINDS if idle else ROLLOUT_KINDS)

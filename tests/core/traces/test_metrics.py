@@ -56,7 +56,6 @@ def test_spans_state_when_a_worker_was_busy():
     trace = rollout([4.0, 10.0], workers=[0, 1], num_workers=2, spans=spans)
     assert metrics.bubble_fraction(trace) == pytest.approx((6 + 2) / 20)
     assert metrics.bubble_fraction(trace, idle=True) == pytest.approx((0 + 2) / 20), "who trains is not idle"
-    assert metrics.worker_bubbles(trace, idle=True) == pytest.approx({"worker 0": 0.0, "worker 1": 0.2})
 
 
 def test_accept_length_counts_bonus_tokens_of_drafted_iterations():
