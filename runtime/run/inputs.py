@@ -68,7 +68,7 @@ def _files(recipe: Recipe, run: Path) -> dict[str, Path]:
     return files
 
 
-def _first_other(before: Sequence[str], now: Sequence[str], rows: Sequence[Prompt]) -> str:
+def _first_other(before: Any, now: Sequence[str], rows: Sequence[Prompt]) -> str:
     """Return where the digests of prompts differ first."""
     if len(before) != len(now):
         return f", which had {len(before)} prompts and has {len(now)}"
