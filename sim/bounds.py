@@ -187,8 +187,8 @@ def lower_bound_s(requests: Requests, shapes: Sequence[Floors], acceptance: Acce
     area = [each.costing((each.fixed_s / each.batches).min(axis=1), each.shape.gpus) for each in shapes]
     costs = [np.concatenate(parts, axis=1) for parts in (path, area)]
     first_s, begins = 0.0, [shapes[0].uncounted_tokens] * 2
-    if all(floors.costs.max_num_batched_tokens is None for floors in shapes):
-        # Elsewhere its prompt may ride in an iteration that it waits for.
+    if requests.turns is None and all(floors.costs.max_num_batched_tokens is None for floors in shapes):
+        # Elsewhere a later turn may have a first iteration too, or a prompt ride in an iteration that it waits for.
         least_tokens = int(requests.prompts[requests.lengths > 0].min())
         first_s, begins[0] = min(each.undrafted_s + each.slope_s * least_tokens for each in shapes), 1.0
     decoding_s = _decoding_s(requests, regimes, costs, begins, acceptance, seed)
