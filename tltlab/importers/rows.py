@@ -29,6 +29,8 @@ from .fields import ENVELOPES, KINDS, NAMES, WRAPPERS, is_list, is_message, kind
 from .token_counts import NoTokenCounter, TokenCounter, token_counter
 
 Lists = Literal["lengths", "ids"]
+_START = 1 << 20
+"""Letters of a line by which it may be JSON."""
 _MOST_FIELDS, _MOST_DEPTH = 256, 32
 """Most levels of objects within a record that are taken apart."""
 _STEP_OF_NAME = re.compile(r"\A(?:.*?[_.-])?(?:step)?(\d+)")
@@ -110,7 +112,11 @@ def whole_json(path: Path) -> Any:
 def _lines(file: TextIO, path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a file and their numbers from 1 on. TraceError for one that is too long to be a record."""
     for at in count(1):
-        line = file.readline(MOST_JSON_BYTES + 1)
+        line = file.readline(_START)
+        if line[-1:] != "\n" and line.lstrip()[:1] in ("{", "["):
+            line += file.readline(MOST_JSON_BYTES + 1 - len(line))
+        elif len(line) == _START and line.strip():
+            raise TraceError(f"{path}, line {at}: not JSON, and longer than {_START >> 20} MiB")
         if len(line) > MOST_JSON_BYTES:
             raise TraceError(f"{path}, line {at}: longer than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
         if at > MOST_ROWS:
