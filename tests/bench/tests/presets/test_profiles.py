@@ -100,8 +100,8 @@ def test_every_set_is_predicted_as_well_as_promised(shared_data):
     assert len(unseen[unseen["sign"].notna()]) == 6
     assert (unseen.loc[unseen["sign"].notna(), "median_abs_error"] < 0.17).all()
     served = unseen[unseen.index.str.contains(EXPERTS) & unseen.index.str.contains("AIConfigurator")]
-    assert len(served) == 11
-    assert served["median_abs_error"].median() < 0.11
+    assert len(served) == 13
+    assert served["median_abs_error"].median() < 0.12
     biases = unseen["bias"].abs()
     assert biases[biases.index.str.startswith("plain, Llama-3.1-70B")].lt(0.18).all()
     assert biases[biases.index.str.startswith("plain, Llama-3.1-8B bf16 on H100")].lt(0.06).all()
