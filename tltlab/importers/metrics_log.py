@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import open_unpacked, parse_json
 from tltlab.records import Fields, Json
-from tltlab.traces.storage import MOST_ROWS
 
 from .fields import of_many
 from .rows import TABLES, ending, rows_of_table, table_of, whole_json
@@ -53,7 +52,7 @@ _NEXT_ITEM = re.compile(r"\A\s*+(?:(?:[+\d.eE]|-(?! ))*+\s*+- [\w/@.-]++:|[-+\d.
 _ONE_WORD = re.compile(r"\A\s*+(?=\S*?[\d/_:=%])[^\s\[\]()]++\s*+")
 _TRIMMED = 2
 """Blanks at most that a terminal takes from the end of a wrapped line: those of a separator."""
-_MOST_LINE_BYTES = 1 << 20
+_MOST_LINE_BYTES, _MOST_LINES = 1 << 20, 1 << 23
 
 
 def metrics_files(folder: Path) -> list[Path]:
@@ -166,8 +165,8 @@ def _lines(path: Path) -> Iterator[_Line]:
     """A progress bar ends in a carriage return, so several texts share a line."""
     with open_unpacked(path) as file:
         for at, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES), b""), 1):
-            if len(line) == _MOST_LINE_BYTES or at > MOST_ROWS:
-                most = f"{_MOST_LINE_BYTES >> 20} MiB in a line, {MOST_ROWS:,} lines"
+            if len(line) == _MOST_LINE_BYTES or at > _MOST_LINES:
+                most = f"{_MOST_LINE_BYTES >> 20} MiB in a line, {_MOST_LINES:,} lines"
                 raise TraceError(f"{path}, line {at}: more than is read of a log, {most}")
             *whole, rest = _COLOURS.sub("", line.decode("utf-8", "replace")).replace("\r", "\n").split("\n")
             for text in (*whole, rest):

@@ -202,7 +202,7 @@ def test_what_is_packed_too_well_is_refused(tmp_path, monkeypatch, pack):
 
 
 def test_lines_of_a_log_have_a_cap(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics_log, "MOST_ROWS", 100)
+    monkeypatch.setattr(metrics_log, "_MOST_LINES", 100)
     line = "step:1 - response_length/mean:200 - response_length/max:900"
     (tmp_path / "a.log").write_text("x\n" * 99 + line)
     check(import_dump(tmp_path / "a.log", responses=1), response_tokens=[200])
