@@ -515,6 +515,8 @@ def _cap(steps: list[StepMetrics], maximum: int | None, place: str, notes: list[
 def _lengths(step: StepMetrics, num: int, cap: int) -> Ints:
     mean, most, least = step.get("mean"), step.get("most"), step.get("least")
     assert mean is not None
+    if (whole := step.get("sequence")) is not None and mean > whole:
+        raise ValueError(f"responses of {mean:g} tokens on average are longer than with their prompts, {whole:g}")
     cut, aborted = (min(max(step.get(name) or 0.0, 0.0), 1.0) for name in ("cut", "aborted"))
     empty = round(aborted * num)
     num_left = num - empty

@@ -278,3 +278,13 @@ def test_tools_before_a_turn_stay_with_it_and_rewards_go_to_the_first(tmp_path):
     assert outcomes["reward"].fillna(-1).tolist() == [0.75, -1, -1]
     with refused(TraceError, naming=("turn 2", "twice")):
         import_dump(jsonl(tmp_path / "b.jsonl", *rows, rows[1]))
+
+
+def test_a_response_is_no_longer_than_with_its_prompt(tmp_path):
+    """In the second RL step a fragment's length may stand for an episode's."""
+    lines = [{"response_length": 200.0 + at, "total_length": whole} for at, whole in ((1, 300.0), (2, 150.0))]
+    trace = import_dump(jsonl(tmp_path / "a.jsonl", *({"step": at} | line for at, line in enumerate(lines, 1))))
+    assert trace.rl_steps == [1]
+    assert "202 tokens" in trace.manifest.notes
+    with refused(TraceError, naming=("202", "150")):
+        import_dump(jsonl(tmp_path / "b.jsonl", {"step": 1} | lines[1], {"step": 2} | lines[1]))
