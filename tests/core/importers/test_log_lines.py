@@ -202,21 +202,6 @@ def test_one_metric_a_line_is_refused(tmp_path, between):
         import_dump(write(tmp_path, [line.replace(" - ", between) for line in lines_of("verl")]))
 
 
-def test_lines_between_prefixes_and_colours_do_not_matter(tmp_path):
-    whole = values_of(tmp_path, lines_of("verl"))
-    lines = [
-        part
-        for number, line in enumerate(lines_of("verl"))
-        for part in (
-            f"Training Progress: {number}%|#  | {number}/58 [10:02<9:21:07, 601.2s/it]\r"
-            f"\x1b[36m(TaskRunner pid=9{number})\x1b[0m 2026-05-11 10:00:01,123 {line} [repeated 2x across cluster]",
-            "Saving checkpoint", "12 workers alive", "",
-        )
-    ]  # fmt: skip
-    (tmp_path / "metrics").mkdir()
-    assert values_of(tmp_path / "metrics", lines) == whole
-
-
 @pytest.mark.parametrize("name", ["verl", "TRL", "slime or miles"])
 def test_an_engines_reports_are_of_no_step(tmp_path, name):
     whole = values_of(tmp_path, lines_of(name))

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refused import refused
+from tests.sim.workloads import console_line
 from tests.traces_of_lengths import import_dump
 from tltlab.errors import ConfigError, TraceError
 from tltlab.importers.metrics_log import number
@@ -49,11 +50,6 @@ def verl_metrics(step, **change):
 def write(path, *lines):
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
-
-
-def console_line(step, metrics):
-    """verl's console logger: the step, and each number with three decimals."""
-    return " - ".join([f"step:{step}", *(f"{key}:{value:.3f}" for key, value in metrics.items())])
 
 
 def verl_line(step, **change):

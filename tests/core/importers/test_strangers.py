@@ -247,7 +247,7 @@ A, B, C = [(9, 4, 2.5), (20, 7, 0.5), (40, 3, 0.0)], [(9, 6, 1.0), (18, 2, 0.0)]
 @pytest.mark.parametrize(
     "names",
     [
-        {}, {"session": "conversation_id", "turn": "turn_idx", "tool_s": "tool_latency"},
+        {"session": "conversation_id", "turn": "turn_idx", "tool_s": "tool_latency"},
         {"session": "trajectory_id", "turn": "round", "tool_s": "tool_ms", "first": 0}, {"session": "chat", "first": 3},
     ],
     ids=lambda names: names.get("session", ""),
