@@ -58,20 +58,23 @@ def plain(name: object) -> str:
     return re.sub(r"[^a-z0-9.]", "", str(name).lower())
 
 
-def matches(columns: Iterable[str], kind: str, fits: Callable[[str], bool] = lambda column: True) -> list[str]:
-    """Return the columns with a name of a kind that fit: least deep in objects first, then in the order of names."""
-    order = {name: at for at, name in enumerate(NAMES[kind])}
+def matches(columns: Iterable[str], *kinds: str, fits: Callable[[str], Any] = lambda column: True) -> list[str]:
+    """Return the columns with a name of the kinds that fit, kind by kind.
+
+    Of a kind those least deep in objects are first, then in the order of names.
+    """
     found = []
-    for column in columns:
-        *around, last = plain(column).split(".")
-        depth = len(around)
-        name = next((n for n in ("".join(around[-1:]) + last, last) if n in order), None)
-        if kind == "row_id" and around and last in ("index", "idx"):
-            continue  # Words of a choice among several.
-        if name is None or (kind in _IN_ENVELOPES and not ENVELOPES.issuperset(around)) or not fits(column):
-            continue
-        found.append((depth, order[name], column))
-    return [column for _, _, column in sorted(found, key=lambda item: item[:2])]
+    for place, kind in enumerate(kinds):
+        order = {name: at for at, name in enumerate(NAMES[kind])}
+        for column in columns:
+            *around, last = plain(column).split(".")
+            name = next((n for n in ("".join(around[-1:]) + last, last) if n in order), None)
+            if kind == "row_id" and around and last in ("index", "idx"):
+                continue  # Words of a choice among several.
+            if name is None or (kind in _IN_ENVELOPES and not ENVELOPES.issuperset(around)) or not fits(column):
+                continue
+            found.append((place, len(around), order[name], column))
+    return [column for *_, column in sorted(found, key=lambda item: item[:3])]
 
 
 @cache

@@ -266,7 +266,7 @@ class Reader:
                 return bool(fits(column))
             return not (lists_in(cells).any() or missing_in(cells).all())
 
-        found = [c for kind in kinds for c in matches(frame.columns, kind, is_there)]
+        found = matches(frame.columns, *kinds, fits=is_there)
         if not found:
             return None
         own = _OWN.get(kinds[0], kinds[0])
@@ -330,7 +330,7 @@ class Reader:
         reasons: Any = np.full(len(frame), None, object)
         known = {word: reason for reason, words in REASONS.items() for word in words}
         for kind in ("finish_reason", "status", "is_cut"):
-            for column in matches(frame.columns, kind, lambda c: not missing_in(frame[c]).all())[:1]:
+            for column in matches(frame.columns, kind, fits=lambda c: not missing_in(frame[c]).all())[:1]:
                 for at, cell in enumerate(frame[column]):
                     if is_missing(cell) or reasons[at] is not None:
                         continue
@@ -354,7 +354,7 @@ class Reader:
         strict = "reward" in self.reading.needs or bool(self.reading.reward_columns)
         names = list(self.reading.reward_columns)
         if not names:
-            names = matches(frame.columns, "reward", lambda c: not lists_in(frame[c]).any())[:1]
+            names = matches(frame.columns, "reward", fits=lambda c: not lists_in(frame[c]).any())[:1]
             texts = [frame[name][~missing_in(frame[name])] for name in names]
             if not strict and any(np.isnan(numbers(cells, booleans=True)).any() for cells in texts):
                 return np.full(len(frame), np.nan)
@@ -399,7 +399,7 @@ class Reader:
             frame = frame.assign(**{numbering[0]: frame[numbering].bfill(axis=1).iloc[:, 0]})
         names = [wanted] if wanted else [*matches(own, "prompt_id"), *numbering]
         # Few numbers in the place of a prompt's text are what its samples share.
-        names = names or matches(own, "prompt_text", lambda c: _are_few(numbers(frame[c])))
+        names = names or matches(own, "prompt_text", fits=lambda c: _are_few(numbers(frame[c])))
         for name in names:
             if not (missing := missing_in(frame[name])).any() and not lists_in(frame[name]).any():
                 is_text = frame[name].dtype == "str"
@@ -415,8 +415,10 @@ class Reader:
     def _turns(self, records: Records) -> tuple[Any, Any, Any]:
         """Return for records of turns their numbers, conversations and seconds of tools; None where it is no turn."""
         frame = records.frame
-        turn = next(iter(matches(frame.columns, "turn", lambda c: not lists_in(frame[c]).any())), None)
-        session = next(iter(matches(frame.columns, "session", lambda c: not lists_in(frame[c]).any())), None)
+        turn, session = (
+            next(iter(matches(frame.columns, kind, fits=lambda c: not lists_in(frame[c]).any())), None)
+            for kind in ("turn", "session")
+        )
         if turn is None or session is None or missing_in(frame[session]).any():
             return None, None, None
         self.use("turn", turn)
@@ -460,8 +462,8 @@ class Reader:
         """Tokens of each response, 0 of failed requests, and whether they are more than a count of the text."""
         frame, size = records.frame, len(records.frame)
         values, exact = np.full(size, np.nan), np.full(size, True)
-        lists = [c for k in ("mask", *_RESPONSE_IDS, "logprobs") for c in self._listed(frame, k)]
-        texts = self._text_columns(records, "response_text") or self._text_columns(records, "conversation")
+        lists = self._listed(frame, "mask", *_RESPONSE_IDS, "logprobs")
+        texts = self._text_columns(records, "response_text", "conversation")
         chosen = self.reading.column and self._given(records, self.reading.column)
         if chosen:
             self.use("response_tokens", chosen)
@@ -513,10 +515,7 @@ class Reader:
 
     def _listed(self, frame: pd.DataFrame, *kinds: str) -> list[str]:
         """Columns of these kinds whose lists have an entry for each token."""
-        return [
-            column for kind in kinds for column in matches(frame.columns, kind)
-            if self._lists.get(column) == "ids" and lists_in(frame[column]).any()
-        ]  # fmt: skip
+        return matches(frame.columns, *kinds, fits=lambda c: self._lists.get(c) == "ids" and lists_in(frame[c]).any())
 
     def _tokens_in(self, frame: pd.DataFrame, column: str, end: str = "tail") -> Any:
         """Tokens of each list: the ones of a mask, else its entries without padding at an end; NaN without a list."""
@@ -603,10 +602,8 @@ class Reader:
 
     def _parts(self, records: Records, kind: str) -> tuple[Any, Any, list[str]]:
         """Tokens that may be beside others, those of them that always are, and the columns."""
-        columns = {
-            plain(column).rpartition(".")[2]: column
-            for column in matches(records.frame.columns, kind, lambda c: not missing_in(records.frame[c]).all())[::-1]
-        }
+        there = matches(records.frame.columns, kind, fits=lambda c: not missing_in(records.frame[c]).all())
+        columns = {plain(column).rpartition(".")[2]: column for column in reversed(there)}
         parts, apart = np.zeros(len(records.frame)), np.zeros(len(records.frame))
         for name, column in columns.items():
             values = np.nan_to_num(self._whole(records, column, 0, may_miss=True))
@@ -634,7 +631,7 @@ class Reader:
             whole = self._whole(records, total, 0, may_miss=True) - lengths
             known = np.where(whole >= 0, whole, np.nan)
         open_ = np.flatnonzero(np.isnan(known))
-        texts = self._text_columns(records, "prompt_text") or self._text_columns(records, "conversation")
+        texts = self._text_columns(records, "prompt_text", "conversation")
         if len(open_) and texts and not isinstance(self.reading.tokens, NoTokenCounter):
             self.use("prompt_tokens", texts[0])
             known[open_] = self._count(records, texts[0], open_, is_prompt=True)
@@ -646,8 +643,8 @@ class Reader:
             )
         return known
 
-    def _text_columns(self, records: Records, kind: str) -> list[str]:
-        return [column for column in matches(records.frame.columns, kind) if self._text_of(records, column)]
+    def _text_columns(self, records: Records, *kinds: str) -> list[str]:
+        return matches(records.frame.columns, *kinds, fits=lambda c: self._text_of(records, c))
 
     def _text_of(self, records: Records, column: str) -> bool:
         """Return True if the first cell with a value is a text (in a table: no number) or a conversation."""
@@ -706,16 +703,12 @@ class Reader:
         if (number := self._column(records, "turns")) is not None:
             self.counts[_TURNS] += int((numbers(records.frame[number]) > 1).sum())
             return
-        for kind in ("response_text", "conversation"):
-            for column in matches(records.frame.columns, kind):
-                if self._lists.get(column) == "messages":
-                    conversations = [conversation_texts(cell) for cell in records.frame[column] if is_list(cell)]
-                    several = sum(
-                        s is not None and (s.turns > 1 or len(s.others) > len(s.before) > 0) for s in conversations
-                    )
-                    self.counts[_TURNS] += several
-                    self._seen.add(column)
-                    return
+        columns = matches(records.frame.columns, "response_text", "conversation")
+        for column in [column for column in columns if self._lists.get(column) == "messages"][:1]:
+            conversations = [conversation_texts(cell) for cell in records.frame[column] if is_list(cell)]
+            several = sum(s is not None and (s.turns > 1 or len(s.others) > len(s.before) > 0) for s in conversations)
+            self.counts[_TURNS] += several
+            self._seen.add(column)
 
 
 def _is_one_response(fields: Mapping[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import islice
@@ -327,10 +327,6 @@ def _first_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _of_kinds(names: Iterable[str], kinds: Sequence[str]) -> list[str]:
-    return [column for kind in kinds for column in matches(names, kind)]
-
-
 def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None) -> Format:
     fields = [flat(record) for _, record in rows]
     # A request that failed has other fields than those that did not.
@@ -344,7 +340,7 @@ def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None)
         return "trl"
     if _has_means(path, fields, reading):
         return "metrics"
-    sizes = _of_kinds(first, _SIZES)
+    sizes = matches(first, *_SIZES)
     kinds = {kind for name in first for kind in kind_of(name)}
     is_summary = "totaloutputtokens" in map(plain, first) and not any(is_list(first[name]) for name in sizes)
     if is_summary or not (sizes or kinds & KINDS["with_length"]):
@@ -382,7 +378,7 @@ def _has_means(path: Path, fields: Sequence[Fields], reading: Reading | None) ->
     """Return True if records are RL steps with a mean response length. TraceError where that is not stated."""
     names = list(map(str, fields[0]))
     kinds = {kind for name in names for kind in kind_of(name)}
-    sizes = _of_kinds(names, _SIZES)
+    sizes = matches(names, *_SIZES)
     # Names of lengths are those of means where metrics such as `timing_s/step` are beside them.
     are_metrics = any("/" in name and plain_key(name) for name in names)
     means = [name for name in names if is_mean(name) and (are_metrics or name not in sizes)]
