@@ -235,37 +235,6 @@ def test_flushes_of_an_rl_step_are_joined(tmp_path):
     assert read(tmp_path / "t").spans["lane"].tolist() == [str(number) for number in range(40)] * 2
 
 
-@pytest.mark.parametrize("step", ["part", "manifest"])
-def test_a_kill_leaves_a_whole_flush_or_none(tmp_path, monkeypatch, step):
-    """Between the files of a flush, and between them and the manifest."""
-
-    def die(*args):
-        os._exit(9)
-
-    def flush():
-        recorder = Recorder.reopen(tmp_path / "t", MANIFEST, 1)
-        if step == "part":
-            write = recorder._write_part
-            recorder._write_part = lambda name, *args: die() if name == "tokens" else write(name, *args)
-        else:
-            schema_module.replace_durably = die
-        record(recorder, [1])
-
-    left(tmp_path / "t", 1, how="killed")
-    child = FORKING.Process(target=flush)
-    child.start()
-    child.join()
-    assert child.exitcode == 9
-    assert (tmp_path / "t" / "outcomes" / "part-000001.parquet").exists()
-    trace = read(tmp_path / "t")
-    assert (trace.rl_steps, len(trace.tokens), len(trace.workload)) == ([0], 4, 4)
-    recorder = Recorder.reopen(tmp_path / "t", MANIFEST, 1)
-    assert [file.name for file in (tmp_path / "t" / "outcomes").iterdir()] == ["part-000000.parquet"]
-    record(recorder, [1])
-    recorder.close()
-    assert read(tmp_path / "t").rl_steps == [0, 1]
-
-
 @pytest.mark.parametrize("how", ["killed", "closed"])
 @pytest.mark.parametrize("table", ["outcomes", "tokens", "iterations"])
 def test_repair_drops_what_is_damaged(tmp_path, table, how):

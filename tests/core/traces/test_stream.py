@@ -41,7 +41,7 @@ def test_trace_written_by_rl_steps_is_that_written_in_one_piece(tmp_path, tiny_c
     trace, expected = read(write_steps(tmp_path / "t", map(rl_step, range(5)))), whole(5)
     steps = list(trace.iter_rl_steps())
     assert trace.manifest == expected.manifest
-    assert [step.rl_steps for step in steps] == [[0], [1], [2], [3], [4]]
+    assert [(step.rl_steps, step.manifest.num_rl_steps) for step in steps] == [([number], 1) for number in range(5)]
     for name in ("workload", "outcomes"):
         pd.testing.assert_frame_equal(trace.table(name), expected.table(name))
         for number, step in enumerate(steps):
@@ -91,14 +91,6 @@ def test_any_order_of_row_groups_is_read(rows, group_rows, chunk_bytes, tmp_path
         assert asked["sample"].tolist() == expected["sample"].tolist()[::-1]
     assert counts["num_responses"] == len(rows)
     assert counts["num_tokens"] == outcomes["response_tokens"].sum()
-
-
-def test_rl_step_of_stream_is_trace(tmp_path, tiny_chunks):
-    one = list(read(written(tmp_path / "t", 3)).iter_rl_steps())[1]
-    assert (one.rl_steps, one.manifest.num_rl_steps, one.num_rows("outcomes")) == ([1], 1, 4)
-    assert one.select([1]).outcomes.equals(one.outcomes)
-    assert one.table("outcomes", rl_step=0).empty
-    assert read(one.write(tmp_path / "one")).outcomes.equals(one.outcomes)
 
 
 def test_metrics_do_not_depend_on_the_reader(tmp_path, tiny_chunks):
