@@ -279,8 +279,6 @@ def test_the_command_prints_the_summary(tmp_path, capsys, as_json):
         ({"sd_threshold": -1}, ("requests",)),
         ({"policy": "no-such-policy"}, ("no-such-policy",)),
         ({"policy": "beg-mab-suffix"}, ("--acceptance", "default", "suffix=geometric:ALPHA", *WAYS_ON)),
-        ({"policy": "beg-mab-learned", "acceptance": "0.7"}, ("learned", "suffix", "all=0.7")),
-        ({"gpus": "8xH100", "costs": "cpu-small"}, ("--gpus 8xH100", "--costs")),
         ({"model": "Qwen2.5-7B", "workers": 2}, ("--model Qwen2.5-7B", "--workers")),
         ({"rl_steps": "5:9"}, ()),
         ({"topology": "separate"}, ("--stages",)),
@@ -414,11 +412,8 @@ def test_drafter_is_what_it_is_by_any_name(tmp_path):
     again = simulate(tmp_path / "simulated", Strategy.chain("recent", 8), **settings)
     assert again.makespan_s == took["recent"]
     kind = {"kind": "goodput", "strategies": ["suffix:8", "suffix:2"], "costs": settings["costs"]}
-    own = kind | {"strategies": ["recent:8", "recent:2"]}
-    known, named = (simulate(trace, {"selector": k, "drafters": kinds}, **settings).makespan_s for k in (kind, own))
-    assert known == named
-    compared = compare(trace, {"none": "none", "own": {"selector": own, "drafters": kinds}, "known": kind}, **settings)
-    assert compared.set_index("policy").loc[["own", "known"], "makespan_s"].tolist() == [known, known]
+    own = {"selector": kind | {"strategies": ["recent:8", "recent:2"]}, "drafters": kinds}
+    assert len(set(compare(trace, {"own": own, "known": kind}, **settings)["makespan_s"])) == 1
 
 
 def test_acceptance_states_what_drafters_of_other_names_are():

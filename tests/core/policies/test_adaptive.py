@@ -58,12 +58,8 @@ def adaptive(*drafters, **settings):
     return Adaptive(drafters or ("ngram",), **({"rng": np.random.default_rng(3)} | settings))
 
 
-@pytest.mark.parametrize(
-    ("drafters", "settings"),
-    [(("learned", "suffix"), {"switch_s": 0.05}), (("ngram",), {"max_depth": 1}), (("ngram",), {"exploration": 0.0})],
-)
-def test_it_meets_the_contract_of_selectors(drafters, settings):
-    check_selector(lambda rng: Adaptive(drafters, rng=rng, **settings))
+def test_it_meets_the_contract_of_selectors():
+    check_selector(lambda rng: Adaptive(("learned", "suffix"), rng=rng, switch_s=0.05, exploration=0.0))
 
 
 @pytest.mark.parametrize("kept", [0.05, 0.5, 0.85])

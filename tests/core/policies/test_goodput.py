@@ -6,11 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.costs.linear import LinearCosts
-from tltlab.costs.load import load_costs
 from tltlab.policies.goodput import Goodput
 from tltlab.state import StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.testing import check_selector
 
 from .iterations import at, pick, teach
 
@@ -33,11 +31,6 @@ def keep(policy, strategy, chance, times, batch=8, seed=1):
         kept = np.cumprod(rng.random((batch, strategy.draft_depth)) < chance, axis=1).sum(axis=1)
         drafted = (strategy.draft_depth,) * batch
         teach(policy, strategy, StepOutcome(elapsed_s=0.01, batch=batch, drafted=drafted, accepted=kept.tolist()))
-
-
-def test_it_meets_the_contract_of_selectors():
-    check_selector(lambda rng: Goodput(CHAINS, COSTS, rng=rng))
-    check_selector(lambda rng: Goodput((*CHAINS, Strategy("suffix", 8, 1, 4)), load_costs("h100-qwen2.5-7b"), rng=rng))
 
 
 @given(st.floats(0.05, 0.95), st.integers(1, 256), st.floats(0, 1e6))

@@ -217,7 +217,6 @@ def test_the_package_states_its_version_and_its_names():
     [
         (lambda: simulate(TINY, 7), (7,)),
         (lambda: simulate(TINY, int), ()),
-        (lambda: simulate(TINY, {"kind": "beg-map"}), ("beg-map",)),
         (lambda: simulate(TINY, Halving("8")), ("TypeError", "test_compare")),
         (lambda: compare(TINY, 3), (3,)),
         (lambda: tune([]), ()),

@@ -370,7 +370,6 @@ def test_the_timelines_are_of_the_median_step():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--gpus", "8xZ1"], "'Z1'"),
         (["--gpus", "1xRTX4090", "--model", "Llama-3.3-70B"], "131 GiB"),
         (["--tp", "3"], "3 GPUs"),
         (["--accept", "70"], "70"),
