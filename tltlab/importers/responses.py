@@ -41,7 +41,7 @@ from .fields import (
     parsed,
     plain,
 )
-from .rows import BY_OPTION, MOST_COLUMNS, Reading, Records, Row, flat, text_id
+from .rows import BY_OPTION, MOST_COLUMNS, Reading, Records, Row, flat, placed, text_id
 from .token_counts import NoTokenCounter
 
 RECORD = "#record"
@@ -304,11 +304,8 @@ class Reader:
             values = frame[RUN].to_numpy(np.float64)
             if len(set(values)) > 1:
                 self.note("each list of lengths is an RL step")
-        if records.rl_step is None and "rl_step" in self.reading.needs and np.isnan(values).any():
-            at = int(np.argmax(np.isnan(values)))
-            raise TraceError(
-                f"{records.place(at)}: no step; wanted a field step, there are: {', '.join(map(str, frame.columns))}"
-            )
+        if records.rl_step is None and "rl_step" in self.reading.needs:
+            records.refuse(np.isnan(values), "no step; wanted a field step")
         return np.where(np.isnan(values), records.rl_step or 0, values).astype(np.int64)
 
     def _failed(self, records: Records) -> NDArray[np.bool_]:
@@ -406,8 +403,8 @@ class Reader:
                 result[f"id:{name}"] = (frame[name] if is_text else frame[name].map(_identity)).to_numpy(object)
             elif not missing.all() and "prompt_id" in kind_of(name):
                 self.note(f"{name} is not one value in each record: it does not name the prompts")
-            if wanted and missing.any():
-                records.fault(int(np.argmax(missing)), name, "no value, although it was named as the column of groups")
+            if wanted:
+                records.require(~missing, name, "a value, as it was named as the column of groups")
         if RECORD in frame:
             result[RECORD] = frame[RECORD].to_numpy()
         return result
@@ -490,8 +487,11 @@ class Reader:
             if (open_ := np.isnan(values) & ~failed).any():
                 self.use("response_tokens", column)
                 values = np.where(open_, self._tokens_in(frame, column), values)
-        if np.isnan(values[~failed]).any():
-            values = self._fill_from_total(records, values, failed)
+        known = self._known_prompts(records) if np.isnan(values[~failed]).any() else None
+        if known is not None and (total := self._column(records, "total")) is not None:
+            self.use("response_tokens", total)
+            values = np.where(np.isnan(values) & ~failed, self._whole(records, total, 0, may_miss=True) - known, values)
+            self.note(f"response tokens are {total} less the prompt's")
         if (open_ := np.isnan(values) & ~failed).any() and texts:
             column = texts[0]
             self.use("response_tokens", column)
@@ -501,16 +501,12 @@ class Reader:
         values = np.where(np.isnan(values) & failed, 0.0, values)
         if records.is_table and list(frame.columns) == ["c0"]:
             values = self._whole(records, "c0", 0)
-        if (values < 0).any():
-            at = int(np.argmax(values < 0))
-            raise TraceError(f"{records.place(at)}: {self.used['response_tokens']} is less than the prompt's tokens")
-        if np.isnan(values).any():
-            at = int(np.argmax(np.isnan(values)))
-            fields = ", ".join(n for n in map(str, frame.columns) if n[0] != "#" and not is_missing(frame[n].iloc[at]))
-            raise TraceError(
-                f"{records.place(at)}: no length of the response; wanted response_tokens, output_len, usage, token ids "
-                f"or a text; there are: {fields}; name it ({BY_OPTION.format('--column')})"
-            )
+        records.require(~(values < 0), self.used.get("response_tokens", ""), "at least the prompt's tokens")
+        records.refuse(
+            np.isnan(values),
+            "no length of the response; wanted response_tokens, output_len, usage, token ids or a text, or name it "
+            f"({BY_OPTION.format('--column')})",
+        )
         return values, exact
 
     def _listed(self, frame: pd.DataFrame, *kinds: str) -> list[str]:
@@ -543,17 +539,6 @@ class Reader:
             if "mask" in kinds:
                 differs &= values != _ones(frame[column])
             self.counts[f"responses have another number of {column} than {chosen}, which counts"] += int(differs.sum())
-
-    def _fill_from_total(self, records: Records, values: Any, failed: Any) -> Any:
-        """Fill in numbers of prompt and response together, less the prompt."""
-        known = self._known_prompts(records)
-        total = None if known is None else self._column(records, "total")
-        if total is not None:
-            self.use("response_tokens", total)
-            rest = self._whole(records, total, 0, may_miss=True) - known
-            values = np.where(np.isnan(values) & ~failed, rest, values)
-            self.note(f"response tokens are {total} less the prompt's")
-        return values
 
     def _known_prompts(self, records: Records) -> Any:
         """Tokens of each prompt by numbers or lists; None where there is neither."""
@@ -636,11 +621,8 @@ class Reader:
             self.use("prompt_tokens", texts[0])
             known[open_] = self._count(records, texts[0], open_, is_prompt=True)
             self.note(self.reading.tokens.note)
-        elif len(open_) and "prompt_tokens" in self.reading.needs:
-            raise TraceError(
-                f"{records.place(int(open_[0]))}: no prompt length; wanted a field prompt_tokens or input_len, there "
-                f"are: {', '.join(map(str, frame.columns))}"
-            )
+        elif "prompt_tokens" in self.reading.needs:
+            records.refuse(np.isnan(known), "no prompt length; wanted a field prompt_tokens or input_len")
         return known
 
     def _text_columns(self, records: Records, *kinds: str) -> list[str]:
@@ -779,10 +761,8 @@ def tables_of_responses(
         known_cap, caps = True, frame["cap"].to_numpy(np.int64)
     if (over := (lengths > caps) & frame["is_exact"].to_numpy(bool)).any():
         at = int(np.argmax(over))
-        place = frame["place"][at] if isinstance(frame["place"][at], str) else f"line {frame['place'][at]}"
-        raise TraceError(
-            f"{frame['file'][at]}, {place}: the response has {lengths[at]} tokens, more than its maximum of {caps[at]}"
-        )
+        place = placed(frame["file"][at], frame["place"][at])
+        raise TraceError(f"{place}: the response has {lengths[at]} tokens, more than its maximum of {caps[at]}")
     reason = frame["finish_reason"].to_numpy(object)
     unknown = pd.isna(reason)
     if not known_cap:
@@ -821,8 +801,9 @@ def _by_turn(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     whole = ["rl_step", "session"]
     frame = frame.sort_values([*whole, "turn"], kind="stable", ignore_index=True)
     if (twice := frame.duplicated([*whole, "turn"])).any():
-        row = frame.iloc[int(np.argmax(twice))]
-        raise TraceError(f"{row['file']}, {row['place']}: turn {row['turn']:g} of {row['session']} is there twice")
+        row = frame[twice].iloc[0]
+        place = placed(row["file"], row["place"])
+        raise TraceError(f"{place}: turn {row['turn']:g} of {row['session']} is there twice")
     turns = frame.groupby(whole, sort=False)
     frame["turn"], frame["first"] = turns.cumcount(), turns["turn"].transform("idxmin")
     is_first = frame["turn"] == 0

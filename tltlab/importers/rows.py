@@ -25,7 +25,7 @@ from tltlab.records import Fields, Json, frozen
 from tltlab.strategy import Strategy
 from tltlab.traces.storage import MOST_ROWS, check_parquet
 
-from .fields import ENVELOPES, KINDS, NAMES, WRAPPERS, is_list, is_message, kind_of, parsed, plain
+from .fields import ENVELOPES, KINDS, NAMES, WRAPPERS, is_list, is_message, is_missing, kind_of, parsed, plain
 from .token_counts import NoTokenCounter, TokenCounter, token_counter
 
 Lists = Literal["lengths", "ids"]
@@ -304,6 +304,11 @@ class Reading:
             object.__setattr__(self, "tokens", token_counter(self.tokenizer, self.chars_per_token))
 
 
+def placed(file: str, label: Any) -> str:
+    """Where a record is, by its label in a frame."""
+    return f"{file}, {label if isinstance(label, str) else f'line {label}'}"
+
+
 @frozen
 class Records:
     """Some records of a file: cells by column, their places ("line 3"), and the RL step in the file's name."""
@@ -314,9 +319,7 @@ class Records:
     is_table: bool = False
 
     def place(self, at: int) -> str:
-        label = self.frame.index[at]
-        place = label if isinstance(label, str) else f"line {label}"
-        return f"{self.file}, {place}"
+        return placed(self.file, self.frame.index[at])
 
     def fault(self, at: int, column: str, message: str) -> NoReturn:
         raise TraceError(f"{self.place(at)}, column {column}: {message}")
@@ -326,6 +329,15 @@ class Records:
         if not ok.all():
             at = int(np.argmin(ok))
             self.fault(at, column, f"got {shown(self.frame[column].iloc[at])}, wanted {wanted}")
+
+    def refuse(self, lacking: Any, what: str) -> None:
+        """Raise TraceError for the first record that is lacking what it needs, with the fields that it has."""
+        if lacking.any():
+            at = int(np.argmax(lacking))
+            fields = [
+                name for name in map(str, self.frame) if name[:1] != "#" and not is_missing(self.frame[name].iloc[at])
+            ]
+            raise TraceError(f"{self.place(at)}: {what}; there are: {', '.join(fields)}")
 
 
 def text_id(value: Any) -> str:

@@ -205,13 +205,8 @@ def _of_frame(frame: pd.DataFrame, file: str, reader: Reader) -> Iterator[Record
     if not nested:
         yield Records(file=file, frame=frame, is_table=True)
         return
-
-    def rows() -> Iterator[tuple[str, Fields]]:
-        for label, *cells in frame.itertuples():
-            fields = dict(zip(frame.columns, cells, strict=True))
-            yield f"line {label}", fields | {name: parsed(fields[name]) for name in nested}
-
-    yield from reader.chunks(rows(), file, None)
+    rows = ((at, {**row, **{name: parsed(row[name]) for name in nested}}) for at, row in rows_of_table(frame))
+    yield from reader.chunks(rows, file, None)
 
 
 def _is_nested(name: str, cell: Any) -> bool:
@@ -265,13 +260,10 @@ def _rewards(records: Records) -> tuple[str, ...]:
 
 def _without_repeats(frame: pd.DataFrame) -> tuple[pd.DataFrame, int]:
     """Responses without RL steps that have the same texts as the one logged before."""
-    kept, last, num_repeats = [], None, 0
-    for _, step in frame.groupby((frame["rl_step"] != frame["rl_step"].shift()).cumsum(), sort=False):
-        said = step[["text", "said"]].to_numpy().tolist()
-        num_repeats += said == last
-        kept += [] if said == last else [step]
-        last = said
-    return pd.concat(kept, ignore_index=True), num_repeats
+    logged = (frame["rl_step"] != frame["rl_step"].shift()).cumsum()
+    said = frame[["text", "said"]].astype(str).agg(" ".join, axis=1).groupby(logged).agg(" ".join)
+    repeats = said == said.shift()
+    return frame[~logged.map(repeats)].reset_index(drop=True), int(repeats.sum())
 
 
 def guess(path: Path, reading: Reading | None = None) -> Format:
