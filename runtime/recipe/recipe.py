@@ -61,7 +61,7 @@ def sections_of_system(recipe: Sections) -> Json:
         "policy": rollout.policy if _is_policy_of(run, rollout.policy) else SYSTEMS_POLICY,
         "max_draft_depth": max(depth, int(drafter is not None)),
         "partial": _partial(run, rollout.prompts_per_step * rollout.group_size),
-        "reuse": None if reuse is None else ReuseConfig(leniency=reuse.leniency, residual=reuse.residual),
+        "reuse": None if reuse is None else ReuseConfig(leniency=reuse.leniency),
         "one_step_off": run.one_step_off,
         "staleness": run.staleness,
     }
@@ -331,6 +331,10 @@ def resumed_recipe(
     gone = isinstance(policy, str) and policy.endswith(".json") and not Path(policy).exists()
     if (gone or policy == SYSTEMS_POLICY) and copy.is_file():
         rollout["policy"] = str(copy.resolve())
+    reuse = rollout.get("reuse") if isinstance(rollout, dict) else None
+    if isinstance(reuse, dict) and reuse.get("residual") == "none":
+        # As runs have it from when there was another one.
+        del reuse["residual"]
     recipe, copies = _recipe(fields, overrides, str(path)), str((Path(run) / CODE).resolve())
     with code_allowed(allow_code):
         names = list(code_of(recipe))

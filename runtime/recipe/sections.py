@@ -129,13 +129,10 @@ class PartialConfig(FiniteModel):
 class ReuseConfig(FiniteModel):
     """Reuse of the previous epoch's response to the same prompt and sample as a prefix (SPEC-RL, arXiv 2509.23232).
 
-    A token is kept with probability min(1, `leniency` * pi_now / pi_then); the first rejected one ends the prefix. With
-    `residual` "exact" the token there is drawn from norm(max(0, pi_now - pi_then)), which makes leniency 1 on-policy;
-    it stores the distribution at every token, so it is for small vocabularies. "none" is the paper's: off-policy.
+    A token is kept with probability min(1, `leniency` * pi_now / pi_then); the first rejected one ends the prefix.
     """
 
     leniency: PositiveFloat = 1.0
-    residual: Literal["none", "exact"] = "none"
 
 
 class EnvironmentConfig(FiniteModel):

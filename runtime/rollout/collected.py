@@ -105,14 +105,14 @@ class RolloutTools:
     `generate(shares, round, quotas)` generates each worker's share and returns one Rollout each, with a response to
     each request. With quotas worker n stops once the requests of that many prompts are answered, and the rest return as
     "abort". `share(requests)` splits requests over workers by `rollout.placement`. `rewards` gives the reward of each
-    whole response. `score(pairs, distributions=False)` gives for pairs (prompt ids, response ids of N tokens) the
-    policy's natural log-probs [N] at the sampling temperature, or with `distributions` all of them [N, V].
+    whole response. `score(pairs)` gives for pairs (prompt ids, response ids of N tokens) the policy's natural log-probs
+    [N] at the sampling temperature.
     """
 
     generate: Callable[[Shares, int, Sequence[int] | None], list[Rollout]]
     share: Callable[[list[GenerationRequest]], Shares]
     rewards: Callable[[list[Trajectory]], list[Scored]]
-    score: Callable[..., list[np.ndarray]]
+    score: Callable[[Sequence[tuple[Sequence[int], Sequence[int]]]], list[np.ndarray]]
     rl_step: int
     policy_version: int
 
@@ -437,7 +437,7 @@ def joined(part: Rollout, new: Rollout, start_s: float) -> Rollout:
 def save_ragged(path: Path, **columns: Sequence[np.ndarray]) -> None:
     """Write a safetensors file of columns, each concatenated, and the lengths to split them by.
 
-    The columns have equally many arrays; array i of every column has the same length N_i, [N_i] or [N_i, V].
+    The columns have equally many arrays; array i of every column has the same length.
     """
     flat = {
         name: np.concatenate(list(arrays)) if len(arrays) else np.empty(0, np.int32) for name, arrays in columns.items()

@@ -580,9 +580,9 @@ class GrpoRun:
             self._scored += scored
             return scored
 
-        def score(pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
+        def score(pairs: Any) -> list[np.ndarray]:
             self.actors.trainers_turn()
-            return list(self.trainers.ask("score", ray.put(list(pairs)), distributions=distributions))
+            return list(self.trainers.ask("score", ray.put(list(pairs))))
 
         return RolloutTools(
             generate=generate,

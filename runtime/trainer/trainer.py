@@ -278,19 +278,18 @@ class Trainer:
                 entropy=self._entropy,
             )
 
-    def score(self, pairs: Sequence[Pair], *, distributions: bool = False) -> list[np.ndarray]:
-        """Return log-probs under the policy of each pair's N response tokens given its prompt, [N] each, float32.
+    def score(self, pairs: Sequence[Pair]) -> list[np.ndarray]:
+        """Return natural log-probs under the policy of each pair's N response tokens given its prompt, [N] each.
 
-        With `distributions` the whole rows, [N, V]; natural logarithms at the rollout temperature. All ranks get all.
+        They are float32, at the rollout temperature. All ranks get all.
         """
         sizes = [len(response) for _, response in pairs]
         starts = [0, *accumulate(sizes)]
-        width = self.policy.model.get_output_embeddings().weight.shape[:1] if distributions else ()
-        logprobs = torch.zeros(starts[-1], *width, device=self.device)
+        logprobs = torch.zeros(starts[-1], device=self.device)
         with torch.no_grad():
             lengths = [sum(map(len, pair)) for pair in pairs]
             for rows in micro_batches(lengths, self.data_ranks, self.config.tokens_per_microbatch)[self.data_rank]:
-                logp = self.policy(self._packed([pairs[i] for i in rows]), whole=distributions)
+                logp = self.policy(self._packed([pairs[i] for i in rows]))
                 for i, part in zip(rows, logp.split([sizes[i] for i in rows]), strict=True):
                     logprobs[starts[i] : starts[i + 1]] = part
         self._sum(logprobs)
@@ -818,8 +817,8 @@ class PolicyModel(nn.Module):
         self.temperature = temperature
         self.sequence_ranks = sequence_ranks
 
-    def forward(self, batch: PackedTokens, *, whole: bool = False, entropy: bool = False) -> Tensor:
-        """Return [R] log-probs of the responses' tokens, or their `whole` rows [R, V]; float32.
+    def forward(self, batch: PackedTokens, *, entropy: bool = False) -> Tensor:
+        """Return [R] float32 log-probs of the responses' tokens.
 
         With `entropy` [R, 2]: beside each the entropy of its distribution, in nats, with gradient as the log-prob has.
         `batch` is this rank's share of a micro-batch; all `sequence_ranks` call it, and each gets all R.
@@ -837,9 +836,6 @@ class PolicyModel(nn.Module):
         # Only positions before a response token need logits: prompts would waste the vocabulary projection.
         states = hidden[batch.rows]
         head = self.model.get_output_embeddings().weight
-        if whole:
-            rows = distributions(states, head, self.temperature)
-            return self.sequence_ranks.join(rows, batch.own, batch.num_rows)
         logprobs = token_logprobs(states, head, batch.next_tokens, self.temperature, entropy=entropy)
         # An empty sum keeps all parameters in the graph of a rank without rows.
         logprobs = logprobs + 0.0 * hidden[:1].float().sum()
@@ -960,12 +956,6 @@ def token_logprobs(
     """
     found: Tensor = _TokenLogprobs.apply(hidden, head, tokens, temperature, entropy)  # type: ignore[no-untyped-call]
     return found if entropy else found[:, 0]
-
-
-def distributions(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
-    """Return log softmax(hidden @ head^T / temperature) whole: [R, V] in float32, without gradient."""
-    with torch.no_grad():
-        return torch.log_softmax((hidden @ head.T).float() / temperature, -1)
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -134,9 +134,9 @@ def accepted_thresholds(buckets: Sequence[Bucket]) -> SelectorSpec:
 class EarlierEpoch:
     """Every prompt was visited an epoch before; up to the first token that is not kept, its response is a prefix.
 
-    The prefix is prefilled, only the rest is generated. Engines keep a token with min(1, `leniency` pi_now / pi_then),
-    and draw the first after the prefix by `residual`: as any other ("none"), or from the residual distribution
-    ("exact"). The simulator keeps it with chance `keep`.
+    The prefix is prefilled, only the rest is generated. Engines keep a token with min(1, `leniency` pi_now / pi_then);
+    the simulator with chance `keep`. The first after the prefix is drawn by `residual`: as any other ("none"), or from
+    the residual distribution ("exact"), which no engine here does.
     """
 
     keep: float

@@ -9,7 +9,7 @@ from tltlab.policies.policy import Policy
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
-from .composition import Admission, LadderStep, SharedBuffer, System, Workload, strategies
+from .composition import Admission, EarlierEpoch, LadderStep, SharedBuffer, System, Workload, strategies
 from .placement import BY_HISTORY, PLACEMENTS
 
 
@@ -59,6 +59,8 @@ def _missing_parts(system: System) -> Iterator[str]:
         yield "updates of the drafter while its engine decodes"
     if system.placement not in (*PLACEMENTS, *BY_HISTORY):
         yield f"placement {system.placement!r}"
+    if isinstance(system.workload, EarlierEpoch) and system.workload.residual == "exact":
+        yield "the old distribution at the cut"
     if system.fused:
         yield "engines that compute log-probs once their responses have ended"
 

@@ -32,7 +32,6 @@ RUN = {
     "copris": {"admission": Admission(concurrency=1.5)},
     "rollpacker": {"admission": SYSTEMS["rollpacker"].admission},
     "spec-rl": {"workload": SYSTEMS["spec-rl"].workload},
-    "spec-rl-exact": {"workload": SYSTEMS["spec-rl-exact"].workload},
     "dler": {"workload": Truncated(share=0.125)},
     "brorl": {"workload": Regrouped(factor=4)},
     "pat": {"planner": "gather"},
@@ -48,6 +47,7 @@ LACK = {
     "dvi": ("first layers", "while its engine decodes"),
     "diffuspec": ("block in one pass",),
     "rlhfuse": ("log-probs",),
+    "spec-rl-exact": ("old distribution",),
 }
 """By system what is said of the parts that no engine has."""
 

@@ -47,7 +47,7 @@ def recipe_file(tmp_path, monkeypatch, random_model):
         ("rollpacker", ["train.correction=none"], {"max_draft_depth": 0, "workload": None}),
         ("dler", ["rollout.max_response_tokens=80"], {"max_response_tokens": 10, "group_size": 8, "workload": "dler"}),
         ("brorl", ["rollout.prompts_per_step=12"], {"prompts_per_step": 3, "group_size": 32, "workload": "brorl"}),
-        ("spec-rl-exact", [], {"reuse": {"leniency": 1.0, "residual": "exact"}}),
+        ("spec-rl", [], {"reuse": {"leniency": 1.6487212707001282}}),
         ("areal", [], {"staleness": 4, "one_step_off": False}),
         ("one-step-off", [], {"staleness": 0, "one_step_off": True}),
         ("histospec", [], {"policy": "system", "max_draft_depth": 16}),
@@ -80,6 +80,8 @@ def test_a_system_over_a_recipe_decides(recipe_file, system, overrides, decided)
     [
         (["copri"], ("rollout.system", "'copri'", "did you mean 'copris'")),
         (["dvi"], ("rollout.system", "dvi", "first layers")),
+        (["spec-rl-exact"], ("rollout.system", "spec-rl-exact", "old distribution")),
+        (["verl", "rollout.reuse.residual=exact"], ("rollout.reuse.residual", "no such field")),
         (["pat"], ("pat", "rollout.tail_shape")),
         (["seer", "rollout.planner=rebalance"], ("rollout.planner", "rebalance", "seer", "buffer")),
         (["copris", "rollout.policy=ngram:4"], ("rollout.policy", "ngram:4", "copris")),

@@ -66,7 +66,7 @@ def paid(reward):
     return rewards
 
 
-def _no_score(pairs, *, distributions=False):
+def _no_score(pairs):
     raise AssertionError("nothing is to be scored")
 
 

@@ -52,11 +52,9 @@ class Versions:
         return torch.log_softmax(logits / TEMPERATURE, -1).numpy()
 
     def score(self, version):
-        def score(pairs, *, distributions=False):
+        def score(pairs):
             rows = [self.rows(version, prompt, response) for prompt, response in pairs]
-            return [
-                r if distributions else r[np.arange(len(r)), list(t)] for r, (_, t) in zip(rows, pairs, strict=True)
-            ]
+            return [r[np.arange(len(r)), list(t)] for r, (_, t) in zip(rows, pairs, strict=True)]
 
         return score
 
@@ -107,9 +105,9 @@ def test_tokens_have_logprobs_of_policy_that_drew_them(engine, versions):
     assert spans > 1
 
 
-def test_exact_reuse_keeps_all_of_the_same_policy(engine, versions, random_model):
+def test_reuse_keeps_all_of_the_same_policy(engine, versions, random_model):
     """After the policy moved, some is kept and the rest drawn anew, and every log-prob is that of the new one."""
-    reusing = rollouts(4, (4, 4, 40), random_model, reuse={"residual": "exact"})
+    reusing = rollouts(4, (4, 4, 40), random_model, reuse={})
     first = reusing.collect(tools(engine, versions, 0, 0))
     texts = {(t.prompt.prompt_id, t.sample): t.token_ids for t in first.trajectories}
     second = reusing.collect(tools(engine, versions, 1, 0))

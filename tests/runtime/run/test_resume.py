@@ -93,7 +93,7 @@ def learning(recipe_file, tmp_path_factory):
         "rollout.num_workers=1",
         "rollout.prompts_per_step=32",
         "rollout.group_size=2",
-        'rollout.reuse={"residual": "exact"}',
+        "rollout.reuse={}",
     )
 
 

@@ -20,7 +20,7 @@ from tltlab.runtime.trainer.advantages import EPSILON
 from tltlab.runtime.trainer.losses import RULES, kl_estimate
 from tltlab.runtime.trainer.trainer import Trainer
 
-from ..small_models import small_recipe
+from ..small_models import loaded, small_recipe
 from . import test_trainer as one_rank
 from .test_losses import CAP, GROUPS, LENGTHS, REWARDS, batch, loss_of, terms_of
 
@@ -250,9 +250,9 @@ def test_a_penalty_in_the_reward_is_part_of_the_advantage(random_model):
 def test_the_entropy_is_that_of_whole_distributions(random_model):
     made = one_rank.trainer(random_model)
     drawn = drawn_samples(made)
-    rows = made.score([(s.prompt_token_ids, s.token_ids) for s in drawn], distributions=True)
-    logp = np.concatenate([row[s.drawn().numpy()] for row, s in zip(rows, drawn, strict=True)])
-    assert one_rank.updated(made, drawn).entropy == pytest.approx(-(np.exp(logp) * logp).sum(1).mean(), rel=1e-5)
+    exact = loaded(random_model)
+    logp = torch.cat([one_rank.exact_rows(exact, s)[s.drawn()] for s in drawn]).detach()
+    assert one_rank.updated(made, drawn).entropy == pytest.approx(float(-(logp.exp() * logp).sum(1).mean()), rel=1e-5)
     bold = one_rank.trainer(random_model, entropy_coef=10.0, lr=1e-3)
     entropies = [one_rank.updated(bold, drawn, rl_step).entropy for rl_step in range(3)]
     assert entropies == sorted(entropies)

@@ -40,9 +40,7 @@ def learned(trainer):
         found.append(asdict(trainer.old_logprobs(drawn, rank_of)) | asdict(trainer.update(rl_step)))
         weights = trainer.weights()  # of all ranks; the first alone gets them
         found.append(torch.cat([tensor.flatten() for tensor in weights.values()]).numpy() if weights else None)
-    for whole in (False, True):
-        found += trainer.score(PAIRS, distributions=whole)
-    return found
+    return [*found, *trainer.score(PAIRS)]
 
 
 def kept_bytes(trainer):
