@@ -9,9 +9,8 @@ between neighbours and a latency of a: a ring sends 2 (n - 1) / n S bytes per me
 
     t(n) = t(1) + 2 (n - 1) / n S / B + 2 (n - 1) a
 
-so the bytes of a member stay below 2 S for any n. To keep the rate of updates when a member joins, members process
-fewer tokens by the cost of the exchange (`tokens_of_member`), unless even their share of one's tokens took longer: over
-such a slow link updates become fewer, and larger.
+so the bytes of a member stay below 2 S for any n. Members process as many tokens as one alone: updates become fewer by
+the time of the exchange, and larger by the number of members.
 """
 
 from __future__ import annotations
@@ -186,19 +185,6 @@ class DrafterGroup:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"an exchange took more than {self._timeout_s:g} s")
             time.sleep(POLL_S)
-
-
-def tokens_of_member(tokens: int, members: int, pass_s: float, exchange_s: float) -> int:
-    """Return the tokens of each group member's update, given that `tokens` take one alone `pass_s`.
-
-    Chosen so that with the exchange an update takes as long as alone; all `tokens` where even a member's share of them
-    would take longer.
-
-    >>> [tokens_of_member(4096, 4, 0.050, exchange_s) for exchange_s in (0.0, 0.005, 0.030, 0.5)]
-    [4096, 3686, 1638, 4096]
-    """
-    share = 1 - exchange_s / pass_s if pass_s > 0 else 1.0
-    return int(tokens * share) if share >= 1 / members else tokens
 
 
 def _device() -> str:

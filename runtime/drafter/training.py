@@ -1,7 +1,6 @@
 """Training of a drafter, one optimizer step at a time, alone or with other workers; it can be left after each."""
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
@@ -39,15 +38,14 @@ class UpdateReport:
 
     `loss`, of the texts trained on, is a mean over all members' rows, and `tokens`, those that counted, are a sum. Both
     are 0 where nothing was applied: no member had data, or the update was `skipped`, since some loss, gradient or new
-    weight was not finite. `leave`: some member wants to leave, so all do now. `pass_s` are the seconds of this member's
-    own part, before the exchange, over `own_rows` of `own_sequences`.
+    weight was not finite. `leave`: some member wants to leave, so all do now. This member's own part was
+    over `own_rows` of `own_sequences`.
     """
 
     loss: float = 0.0
     tokens: int = 0
     skipped: bool
     leave: bool
-    pass_s: float = 0.0
     own_rows: int = 0
     own_sequences: int = 0
 
@@ -152,7 +150,6 @@ class HeadTraining:
         self.loss, self.optim = loss, optim
         self.updates = 0
         self.skipped = 0
-        self.exchange_s = 0.0
         self._bad = 0
         self._named = {name: value for name, value in self.head.named_parameters() if value.requires_grad}
         self._params = list(self._named.values())
@@ -199,12 +196,10 @@ class HeadTraining:
         in a row all restore it and raise RunError. Raises GroupLost where a member is lost: nothing was
         applied.
         """
-        began = time.perf_counter()
         message = self._message
         message.clear()
         used = self._fill_message(sequences, leave)
         message.leave.fill_(leave())
-        pass_s = time.perf_counter() - began
         if group is not None:
             group.sum(message.flat)
         tokens = int(message.tokens)
@@ -217,7 +212,6 @@ class HeadTraining:
         report = UpdateReport(
             skipped=bad,
             leave=bool(message.leave > 0),
-            pass_s=pass_s,
             own_rows=sum(sequence.num_rows for sequence in used),
             own_sequences=len(used),
         )
@@ -258,8 +252,7 @@ class HeadTraining:
     def share(self, group: DrafterGroup) -> None:
         """Take the leader's weights, moments and counters; all members call it when a group has formed.
 
-        Sets `exchange_s`, the seconds of an update's exchange in this group. Raises GroupLost, with this member's state
-        unchanged, where a member is lost.
+        Raises GroupLost, with this member's state unchanged, where a member is lost.
         """
         tensors = list(self._tensors().values())
         flat = torch.cat([value.detach().flatten() for value in tensors])
@@ -271,11 +264,6 @@ class HeadTraining:
                 value.copy_(part.view_as(value))
         self._set_counters(counters)
         self._save_backup()
-        # Timed now that all are here: in an update a member also waits for slower ones.
-        began = time.perf_counter()
-        self._message.clear()
-        group.sum(self._message.flat)
-        self.exchange_s = time.perf_counter() - began
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of `live_state` on the host."""

@@ -33,7 +33,7 @@ from tltlab.runtime.run.memory import ProcessMemory, tensor_bytes
 from tltlab.traces.schema import key_columns
 
 from .feed import SequenceReceiver
-from .group import LOOPBACK, DrafterGroup, GroupLost, gather, rendezvous_store, tokens_of_member
+from .group import LOOPBACK, DrafterGroup, GroupLost, gather, rendezvous_store
 from .heads.head import DrafterHead
 from .heads.layouts import load_head
 from .heads.target import FrozenTarget, Tensors
@@ -129,7 +129,6 @@ class SpotTrainer:
         self._most_extra = config.buffer.extra_bytes
         self._published: OrderedDict[int, tuple[int, DrafterHead]] = OrderedDict()
         self._rows: list[Row] = []
-        self._token_s = 0.0
 
     def start(
         self,
@@ -431,7 +430,7 @@ class SpotTrainer:
                 return
             begin = time.perf_counter()
             with self._data:
-                sequences = [] if leaves else self.buffer.sample(self._tokens(group), self.rng)
+                sequences = [] if leaves else self.buffer.sample(self.config.tokens_per_update, self.rng)
             if not sequences and group is None:
                 self._closed.wait(POLL_S)
                 period.wait_s += time.perf_counter() - begin
@@ -439,8 +438,6 @@ class SpotTrainer:
             with self._lock:
                 report = self.training.update(sequences, group, leave=must_yield)
             period.train_s += time.perf_counter() - begin
-            if report.own_rows:
-                self._token_s = report.pass_s / report.own_rows
             if report.tokens:
                 period.learned(report)
                 if order.leader == self.place.worker and period.unsaved >= self.config.checkpoint_every:
@@ -450,12 +447,6 @@ class SpotTrainer:
                 self._closed.wait(POLL_S)
             if report.leave:
                 return
-
-    def _tokens(self, group: DrafterGroup | None) -> int:
-        tokens = self.config.tokens_per_update
-        if group is None:
-            return tokens
-        return tokens_of_member(tokens, group.world, self._token_s * tokens, self.training.exchange_s)
 
     @contextmanager
     def _meet(self, order: Train) -> Iterator[DrafterGroup | None]:
