@@ -39,7 +39,7 @@ from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import Drawn, Rates, Replayed
 from tltlab.sim.engine.planned import Planned
-from tltlab.sim.engine.policy_time import PolicyTime
+from tltlab.sim.engine.policy_time import report_if_slow
 from tltlab.sim.engine.record import SimulatedRollout
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests
@@ -239,7 +239,6 @@ class Scenario(SimulationConfig):
         budgets = budgets_of(policy, self.workers)
         trainer = None if self.spot is None else SimulatedSpotTrainer(self.spot)
         simulators = dict[Shape, RolloutSimulator]()
-        watch = PolicyTime(self.decision_block) if isinstance(policy.selector, CustomSpec) else None
         for shape, costs in self.all_shapes.items():
             words = entropy if not simulators else [[*each, shape.engines] for each in entropy[: shape.engines]]
             simulators[shape] = RolloutSimulator(
@@ -253,14 +252,15 @@ class Scenario(SimulationConfig):
                 noise=costs.noise if self.mode == "sampled" else None,
                 seed=self.seed,
                 max_tools=self.max_tools,
-                watch=watch,
             )
         simulator = next(iter(simulators.values()))
         fluid = {WHOLE_TOKENS: "mode 'fluid' has expected tokens; simulate with mode 'sampled'"}
         refuse_needs(simulator.selectors[0], fluid if self.mode == "fluid" else {})
-        for each in simulators.values():
-            for selector in each.selectors:
-                selector.drafts_with(registry)
+        selectors = [selector for each in simulators.values() for selector in each.selectors]
+        for selector in selectors:
+            selector.drafts_with(registry)
+        if isinstance(policy.selector, CustomSpec):
+            report_if_slow(selectors, self.decision_block)
         planned = None
         if self.planner is not None:
             if why := self.unplanned(policy):

@@ -28,7 +28,6 @@ import heapq
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -47,7 +46,6 @@ from .admission import MOST_ITERATIONS, RequestFeed
 from .batch import Batch, MacroStep, RequestsView
 from .log import LogEntry
 from .memoryless import MemorylessChoices
-from .policy_time import PolicyTime, TimedDriver
 from .random_numbers import NoiseDraws
 from .record import SimulatedRollout
 from .regime import Regime, Regimes
@@ -90,8 +88,6 @@ class RolloutSimulator:
     noise: IterationNoise | None = None
     seed: int = 0
     max_tools: int | None = None
-    watch: PolicyTime | None = None
-    """Measures the time of a user's own policy."""
     drivers: list[PolicyDriver] = field(init=False)
     choices: MemorylessChoices = field(init=False)
     kept: dict[Choice, MemorylessChoices] = field(init=False)
@@ -100,8 +96,7 @@ class RolloutSimulator:
         delay = int(self.decision_block > 1) if self.delay is None else self.delay
         # A memoryless policy has one driver for all workers.
         own = self.selectors[:1] if self.memoryless else self.selectors
-        driver = PolicyDriver if self.watch is None else partial(TimedDriver, watch=self.watch)
-        drivers = [driver(selector, worker=w, delay=delay) for w, selector in enumerate(own)]
+        drivers = [PolicyDriver(selector, worker=w, delay=delay) for w, selector in enumerate(own)]
         self.drivers = drivers * len(self.selectors) if self.memoryless else drivers
 
     @property

@@ -192,10 +192,19 @@ class Times:
     rollout_s: Floats
     step_s: Floats | None = None
 
+    def seconds(self, whole: bool = False) -> Floats:
+        """Seconds of the rollouts, or of `whole` RL steps, which must be known."""
+        seconds = self.step_s if whole else self.rollout_s
+        assert seconds is not None
+        return seconds
+
+    def over(self, other: Times, whole: bool = False) -> float:
+        """How many times those of others these seconds are in sum."""
+        return float(self.seconds(whole).sum() / other.seconds(whole).sum())
+
     def others_s(self) -> Floats:
         """Seconds of an RL step beside its rollout."""
-        assert self.step_s is not None
-        return np.maximum(self.step_s - self.rollout_s, 0.0)
+        return np.maximum(self.seconds(whole=True) - self.rollout_s, 0.0)
 
 
 @frozen
@@ -307,8 +316,7 @@ def bands(
             margin = student_margin(float(np.std(logs, ddof=1)), len(logs) - 1, LEVEL)
             effects["lengths"] = -margin, margin
         else:
-            each = [times.step_s if whole else times.rollout_s for times in (plain, drafting)]
-            effects["lengths"] = of_steps(*each, seed=scenario.seed)
+            effects["lengths"] = of_steps(plain.seconds(whole), drafting.seconds(whole), seed=scenario.seed)
         return Band(estimate=estimate, effects=effects)
 
     return of(False), None if plain.step_s is None or drafting.step_s is None else of(True)
@@ -459,10 +467,8 @@ def effect(estimate: float, ends: Sequence[float]) -> Effect:
     return min([0.0, *logs]), max([0.0, *logs])
 
 
-def of_steps(plain: Floats | None, drafting: Floats | None, *, seed: int) -> Effect:
+def of_steps(plain: Floats, drafting: Floats, *, seed: int) -> Effect:
     """Effect of the draw of RL steps, from the seconds of each."""
-    assert plain is not None
-    assert drafting is not None
     ratio = paired_ratio(drafting, plain, level=LEVEL, rng=seed)
     low, high = math.log(ratio.estimate / ratio.high), math.log(ratio.estimate / max(ratio.low, ratio.estimate / 10))
     return min(0.0, low), max(0.0, high)

@@ -184,8 +184,7 @@ def compare(
     attrs: Json = {}
     failed: dict[str, str] = {}
     pending = list(range(len(points)))
-    named = config.steps_of(source)
-    for rl_steps in samples(source.rl_steps) if named is None else [list(named)]:
+    for rl_steps in samples(source.rl_steps, config.steps_of(source)):
         cells = {at: list(points[at].cells(rl_steps)) for at in pending}
         study = Study(cells=[cell for each in cells.values() for cell in each], jobs=config.jobs)
         table, first, again = study.table(kept), 0, []
@@ -194,9 +193,10 @@ def compare(
             first += len(cells[at])
             nominal = points[at].scenarios.of(rl_steps)
             rows_of[at] = compared(cells[at], part, nominal, baseline) if len(part) else []
-            attrs = _about(points[at], nominal, cells[at], part, rows_of[at], baseline)
-            ratios = [interval for name in ("ratio", "step_ratio") for interval in intervals_of(rows_of[at], name)]
-            if not small(ratios, attrs["evidence"]["speedup_error"]) and len(rl_steps) < len(source.rl_steps):
+            scenarios = points[at].scenarios
+            attrs = attrs_of(scenarios, nominal, found or (), cells[at], part, rows_of[at], baseline)
+            is_enough = small(intervals_of(rows_of[at]), attrs["evidence"]["speedup_error"])
+            if not is_enough and len(rl_steps) < len(source.rl_steps):
                 again.append(at)
             for row in rows_of[at] if axes else ():
                 row["num_rl_steps"] = len(rl_steps)
@@ -207,7 +207,7 @@ def compare(
         if not pending:
             break
     rows = [row for at in range(len(points)) for row in rows_of[at]]
-    attrs |= {"baseline": baseline, "failed": failed}
+    attrs["failed"] = failed
     return comparison(rows, {name: list(values) for name, values in axes.items()}, attrs)
 
 
@@ -259,11 +259,16 @@ class _Point:
                 )  # fmt: skip
 
 
-def _about(
-    point: _Point, nominal: Scenario, cells: Sequence[Cell], table: pd.DataFrame, rows: Sequence[Fields],
+def attrs_of(
+    scenarios: Scenarios,
+    nominal: Scenario,
+    systems: Sequence[System],
+    cells: Sequence[Cell],
+    table: pd.DataFrame,
+    rows: Sequence[Fields],
     baseline: str,
-) -> Json:  # fmt: skip
-    """Return what a comparison's `attrs` have of a point."""
+) -> Json:
+    """Return what a comparison's `attrs` have of a point, whose scenario is `nominal`."""
     kind = "policy" if "policy" in table else "system"
     fastest = min(rows, key=lambda row: row.get("step_s", row["makespan_s"]))[kind] if rows else baseline
     outside: dict[str, float] = {}
@@ -275,13 +280,14 @@ def _about(
     outside = {what: share for what, share in sorted(outside.items()) if share}
     gpus = cells[0].topology.gpus_per_worker if cells and cells[0].topology else nominal.costs.tensor_parallel
     return {
+        "baseline": baseline,
         "num_rl_steps": len(nominal.steps),
-        "num_rl_steps_of": len(point.scenarios.run),
+        "num_rl_steps_of": len(scenarios.run),
         "num_workers": nominal.workers,
         "num_gpus": nominal.workers * gpus,
         "costs": nominal.costs_name,
         "acceptance": nominal.acceptance_name,
         "evidence": nominal.evidence((s for cell in cells for s in cell.policy.strategies), outside),
         "outside_calibration": outside,
-        "left_out": left_out(point.systems or (), nominal),
+        "left_out": left_out(systems, nominal),
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -206,11 +207,11 @@ def _beside_claim(row: Fields) -> Json | None:
     return asdict(claim) | {"speed_up": estimate, "interval": interval}
 
 
-def intervals_of(rows: Sequence[Fields], name: str) -> list[Interval]:
-    """Return the ratios of these rows that are known, with their intervals."""
+def intervals_of(rows: Sequence[Fields]) -> list[Interval]:
+    """Return the ratios of rollouts and of RL steps that these rows have, with their intervals."""
     return [
         Interval(estimate=row[name], low=row[f"{name}_low"], high=row[f"{name}_high"])
-        for row in rows
+        for name, row in product(("ratio", "step_ratio"), rows)
         if row.get(name) is not None and row[name] == row[name]
     ]
 

@@ -8,10 +8,10 @@ among their middles, so that a sample grows by adding to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -28,8 +28,6 @@ FIRST, ALL_OF = 8, 24
 """RL steps to begin with, of a run of more than `ALL_OF`; of others all."""
 SMALL, UNKNOWN = 1 / 3, 0.05
 """A band is small whose half-width is at most this share of the costs', and where that is not known, this itself."""
-
-Answer = TypeVar("Answer")
 
 
 def spread(rl_steps: Sequence[int], num: int) -> list[int]:
@@ -48,8 +46,11 @@ def small(ratios: Iterable[Interval], cost_error: float | None) -> bool:
     return all((ratio.high - ratio.low) / 2 <= most * ratio.estimate for ratio in ratios if ratio.estimate > 0)
 
 
-def samples(rl_steps: Sequence[int]) -> Iterator[list[int]]:
-    """Yield 8 of these RL steps, 24, 72, ..., all; of 24 or fewer all at once."""
+def samples(rl_steps: Sequence[int], named: Sequence[int] | None = None) -> Iterator[list[int]]:
+    """Yield 8 of these RL steps, 24, 72, ..., all; of 24 or fewer all at once. Where some are `named`, only those."""
+    if named is not None:
+        yield list(named)
+        return
     num = FIRST if len(rl_steps) > ALL_OF else len(rl_steps)
     while num < len(rl_steps):
         yield spread(rl_steps, num)
@@ -90,15 +91,6 @@ class Scenarios:
         costs, self.costs_name = settled.find_costs(trace)
         self.config = replace(settled, costs=costs, acceptance=model)
         self._shared: dict[tuple[Any, ...], Scenario] = {}
-
-    def answer(self, answer: Callable[[list[int]], Answer], enough: Callable[[Answer], bool]) -> Answer:
-        """Answer from the RL steps of the settings, or where they name none from as many `samples` as are `enough`."""
-        rl_steps = self.config.steps_of(self.trace)
-        for sample in samples(self.run) if rl_steps is None else [list(rl_steps)]:
-            found = answer(sample)
-            if enough(found):
-                break
-        return found
 
     def under(self, **settings: Any) -> Scenarios:
         """The same with other costs, or another decision block."""

@@ -255,8 +255,7 @@ def waterfall(
     source = read(trace)
     if not source.num_rows("outcomes"):
         raise ConfigError("the trace has no responses whose seconds could be explained")
-    chosen = config.steps_of(source)
-    rl_steps = next(samples(source.rl_steps)) if chosen is None else list(chosen)
+    rl_steps = next(samples(source.rl_steps, config.steps_of(source)))
     as_it_ran = replace(config, rl_steps=None, seed=0) == SimulationConfig()
     if measured := policy is None and as_it_ran and source.iterations is not None and source.steps is not None:
         runs = list(_recorded(source, rl_steps, config.seed))

@@ -46,11 +46,12 @@ from tltlab.stats import Interval, format_speed_up, interval_ends, paired_speed_
 from tltlab.traces.trace import Manifest, Trace, file_of_run
 
 from .band import WORDS, Band, InputErrors, Source, SpeedUp, Times, bands
+from .compare import attrs_of
 from .logged import LoggedRun, Running
 from .reduce import Comparison, compared, comparison, intervals_of, next_line
-from .sample import Scenarios, small
+from .sample import Scenarios, samples, small
 from .study import Cell, Study
-from .systems import bind_all, left_out, replayable, system_cell
+from .systems import bind_all, replayable, system_cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -273,14 +274,10 @@ class WhatIf:
 
     def _speed_ups(self, whole: bool = False) -> dict[float, float]:
         """Speed-ups of rollouts, or of whole RL steps, by acceptance."""
-        found, own = {}, self.by_accept.get(self.best.accept or 0.0)
-        for chance, times in self.by_accept.items():
-            seconds = times.step_s if whole else times.rollout_s
-            nominal = None if own is None else own.step_s if whole else own.rollout_s
-            band = self.best.rl_step_band if whole else self.best.band
-            if seconds is not None and nominal is not None and band is not None:
-                found[chance] = band.estimate * float(nominal.sum() / seconds.sum())
-        return found
+        own, band = self.by_accept.get(self.best.accept or 0.0), self.best.rl_step_band if whole else self.best.band
+        if own is None or band is None:
+            return {}
+        return {chance: band.estimate * own.over(times, whole) for chance, times in self.by_accept.items()}
 
     @property
     def limited_by(self) -> str:
@@ -328,20 +325,19 @@ class WhatIf:
             version = profiles().engines[evidence.engine].versions
             assume("engine", f"{evidence.engine} ({version})", effect, *ends)
         for answer in self.answers:
+            ends = answer.band.of_input("acceptance")
+            effect = f"rollout {ends[0]:.2f}x to {ends[1]:.2f}x"
+            for drafter, text in answer.acceptance.items():
+                if f"({DEFAULT}" in text:
+                    assume(f"acceptance of {drafter}", text, effect, *ends)
+            if held := self.scenario.held(answer.policy.strategies):
+                what = "drafts deeper than measured, each token kept with the last one's chance"
+                assume(what, ", ".join(map(str, held)), effect, *ends)
             for name, others in answer.by_assumption.items():
                 moved = max(abs(ratio / answer.band.estimate - 1.0) for ratio in others.values()) > MOVES
                 if moved and (answer is self.best or name == "context"):
                     effect = ", ".join(f"with {value} rollout {ratio:.2f}x" for value, ratio in others.items())
                     assume(WORDS[name], TAKEN[name], effect, answer.band.estimate, *others.values())
-            for drafter, text in answer.acceptance.items():
-                if f"({DEFAULT}" in text:
-                    ends = answer.band.of_input("acceptance")
-                    effect = f"rollout {ends[0]:.2f}x to {ends[1]:.2f}x"
-                    assume(f"acceptance of {drafter}", text, effect, *ends)
-            if held := self.scenario.held(answer.policy.strategies):
-                what = "drafts deeper than measured, each token kept with the last one's chance"
-                ends = answer.band.of_input("acceptance")
-                assume(what, ", ".join(map(str, held)), f"rollout {ends[0]:.2f}x to {ends[1]:.2f}x", *ends)
         if self.with_epochs is not None:
             value = " and ".join(f"{name} {text}" for name, text in WITH_EPOCHS.items())
             effect = f"with them {value}: rollout {self.with_epochs:.2f}x"
@@ -368,7 +364,7 @@ class WhatIf:
 
     def json(self) -> Json:
         """The keys of `tltlab what-if --json`, without the systems' rows; `policy` is what a policy file holds."""
-        best, whole = self.best, self._speed_ups(whole=True)
+        best, own, whole = self.best, self.best.json(), self._speed_ups(whole=True)
         names = ("verdict", "setting", "distance", "evidence", "with_epochs", "assumed", "rollout_share",
                  "crowded_share", "decision_block", "wall_s")  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
@@ -379,12 +375,9 @@ class WhatIf:
             "num_workers": self.scenario.workers,
             "costs": self.scenario.costs_name,
             "accept": best.accept,
-            "drafters": [best.drafter],
-            "acceptance": dict(best.acceptance),
-            "speedup": {
-                "rollout": best.band.ends_json(),
-                "rl_step": best.rl_step_band and best.rl_step_band.ends_json(),
-            },
+            "drafters": own["drafters"],
+            "acceptance": own["acceptance"],
+            "speedup": {name: own[name] for name in ("rollout", "rl_step")},
             "band": best.band.json(),
             "by_accept": [
                 {"accept": at, "rollout": {"mean": mean}, "rl_step": {"mean": whole[at]} if at in whole else None}
@@ -572,7 +565,7 @@ def what_if(
     The best table of draft depths by batch size is found for every drafter that the acceptance names: the tables that
     `tune` searches too. The answers are the fastest of drafters that need no training and the fastest of trained ones,
     each with its range and with what `EXPECTED` placement would add. By default a sample is simulated of more than 24
-    RL steps (`Scenarios.answer`). Costs O(responses) per policy, most of it the bandits among `systems`.
+    RL steps (`samples`). Costs O(responses) per policy, most of it the bandits among `systems`.
 
     >>> what_if([200] * 500 + [4000] * 12, gpus="8xH100", model="Qwen2.5-7B").verdict  # doctest: +SKIP
     """
@@ -593,7 +586,10 @@ def what_if(
         source=source, config=asked, drafters=drafters, recorded=recorded, logged=logged,
         systems=compared_with if verl in compared_with else [verl, *compared_with], block=decision_interval(trace),
     )  # fmt: skip
-    found = logged.scenarios.answer(ask.answer, ask.is_enough)
+    for rl_steps in samples(trace.rl_steps, config.steps_of(trace)):
+        found = ask.answer(rl_steps)
+        if ask.is_enough(found):
+            break
     others = _others(source, config, lambda **facts: read_lengths(lengths, replace(reading, **facts), form).trace)
     for name, runs in others.items():
         # Who drafts without training knows no context that it was trained at.
@@ -683,13 +679,13 @@ class _Question:
                 best.append(min(names, key=lambda name: float(times[name].rollout_s.sum())))
         answers = tuple(self._answer(scenario, name, tables[name], times) for name in best)
         by_accept = self._times(self._at_chances(rl_steps, best[0]))
-        epochs = [float(found.rollout_s.sum()) for found in self._times(self._with_epochs(rl_steps)).values()]
+        epochs = [base.over(found) for found in self._times(self._with_epochs(rl_steps)).values()]
         return WhatIf(
             source=self.source, config=self.config, logged=self.logged, recorded=self.recorded,
             decision_block=self.block, scenario=scenario, base=base, answers=answers,
             plain=simulated(scenario, none, "none", self.source.trace.manifest),
             by_accept={float(chance): found for chance, found in by_accept.items()},
-            with_epochs=float(base.rollout_s.sum()) / min(epochs) if epochs else None,
+            with_epochs=max(epochs, default=None),
             running=self._running(scenario, answers[0], base),
             systems=self._compared(rl_steps, {name: tables[name] for name in best}),
         )  # fmt: skip
@@ -726,8 +722,8 @@ class _Question:
         return Answer.of(
             base, own, self._ranges(scenario, policy, name, own, base), scenario.seed, drafter=name,
             trained=scenario.registry[name].has_network, policy=policy, times=own,
-            placement_gain=float(own.rollout_s.sum() / times[f"{name} {EXPECTED}"].rollout_s.sum()),
-            gather_gain=float(own.rollout_s.sum() / times.get(f"{name} gather", own).rollout_s.sum()),
+            placement_gain=own.over(times[f"{name} {EXPECTED}"]),
+            gather_gain=own.over(times.get(f"{name} gather", own)),
             accept=self._chance(name), acceptance=scenario.granted([*scenario.covered_chains([name])[0]])["acceptance"],
         )  # fmt: skip
 
@@ -739,9 +735,9 @@ class _Question:
             table = best_table(scenario, scenario.covered_chains([answer.drafter])[0])
             ask, policies = replace(self, logged=logged), {"none": load_policy("none"), "table": table}
             base, own = ask._times(ask._cell(*each, scenario) for each in policies.items()).values()
-            ratios[value] = float(base.rollout_s.sum() / own.rollout_s.sum())
-            if base.step_s is not None and own.step_s is not None:
-                wholes.append(float(base.step_s.sum() / own.step_s.sum()))
+            ratios[value] = base.over(own)
+            if answer.rl_step_band is not None:
+                wholes.append(base.over(own, whole=True))
         whole = answer.rl_step_band and answer.rl_step_band.with_ends(name, wholes)
         band, found_at = answer.band.with_ends(name, list(ratios.values())), {**answer.by_assumption, name: ratios}
         return replace(answer, band=band, rl_step_band=whole, by_assumption=found_at)
@@ -827,17 +823,13 @@ class _Question:
                 BoundSystem(system=row, policy=policy, acceptance=acceptance, spot=None, assumptions=row.assumptions)
             )
         cells = [system_cell(binding, scenarios, rl_steps, self.logged.stages) for binding in bound]
-        rows = Study(cells=cells, jobs=self.config.jobs).table()
-        attrs = {
-            "baseline": "verl", "num_rl_steps": len(nominal.steps), "num_workers": nominal.workers,
-            "num_rl_steps_of": len(scenarios.run), "num_gpus": nominal.workers * nominal.costs.tensor_parallel,
-            "left_out": left_out(self.systems, nominal),
-        }  # fmt: skip
-        return comparison(compared(cells, rows, nominal, "verl"), {}, attrs)
+        table = Study(cells=cells, jobs=self.config.jobs).table()
+        found = compared(cells, table, nominal, "verl")
+        return comparison(found, {}, attrs_of(scenarios, nominal, self.systems, cells, table, found, "verl"))
 
     def is_enough(self, found: WhatIf) -> bool:
         """True if RL steps more would not make the speed-ups much surer, as their costs are off."""
         ratios = [ratio for a in found.answers for ratio in (a.rollout, a.rl_step) if ratio is not None]
         rows: Any = found.systems.to_dict("records")
-        ratios += [ratio for name in ("ratio", "step_ratio") for ratio in intervals_of(rows, name)]
-        return small(ratios, found.scenario.evidence(found.best.policy.strategies)["speedup_error"])
+        evidence = found.scenario.evidence(found.best.policy.strategies)
+        return small(ratios + intervals_of(rows), evidence["speedup_error"])
