@@ -11,8 +11,7 @@ from tltlab.doctor.evidence import RunEvidence
 from tltlab.doctor.signatures import Diagnosis, Finding, examine
 from tltlab.errors import ConfigError
 from tltlab.records import Json
-from tltlab.traces.schema import is_trace
-from tltlab.traces.trace import locate
+from tltlab.traces.trace import is_run
 
 
 def doctor(
@@ -46,13 +45,9 @@ def doctor(
 
 def _runs_in(folder: Path) -> list[Path]:
     """The runs and traces in a folder that is none itself, the newest first."""
-    if _is_run(folder) or not folder.is_dir():
+    if is_run(folder) or not folder.is_dir():
         return []
-    return sorted(filter(_is_run, folder.iterdir()), key=lambda path: -path.stat().st_mtime)
-
-
-def _is_run(folder: Path) -> bool:
-    return is_trace(locate(folder)) or (folder / "run.json").is_file()
+    return sorted(filter(is_run, folder.iterdir()), key=lambda path: -path.stat().st_mtime)
 
 
 def _verdict(run: Path, diagnosis: Diagnosis) -> str:

@@ -350,13 +350,9 @@ def _tensorboard(files: list[Path]) -> Iterator[Record]:
     except ImportError as error:
         raise ConfigError("reading TensorBoard's event files needs tensorboard: pip install tensorboard") from error
     for path in files:
-        for event in loader.LegacyEventFileLoader(str(path)).Load():
+        for event in loader.EventFileLoader(str(path)).Load():
             for value in event.summary.value:
-                scalar: float | None = None
-                if value.HasField("simple_value"):
-                    scalar = float(value.simple_value)
-                elif value.HasField("tensor"):
-                    array = tensors.make_ndarray(value.tensor)
-                    scalar = float(array.reshape(())) if array.size == 1 and array.dtype.kind in "fiu" else None
-                if scalar is not None:
-                    yield from _record(int(event.step), path.name, {value.tag: scalar})
+                # Values of every kind come as tensors.
+                array = tensors.make_ndarray(value.tensor)
+                if array.size == 1 and array.dtype.kind in "fiu":
+                    yield from _record(int(event.step), path.name, {value.tag: array.item()})

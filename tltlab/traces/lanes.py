@@ -42,8 +42,8 @@ def lanes(
     pieces = []
     for step in steps:
         part = trace.select([step])
-        start = part.outcomes["t_submit"].min()
-        start_s, duration = 0.0 if pd.isna(start) else float(start), metrics.rollout_s(part)[step]
+        (rollout,) = metrics.rollouts(part)
+        start_s, duration = rollout.start_s, rollout.rollout_s
         piece = _workers(part, start_s, duration)
         if not rollout_only:
             piece = pd.concat([piece, _trainer(part, start_s + (duration or 0.0))], ignore_index=True)
@@ -117,10 +117,8 @@ def _workers(trace: Trace, start_s: float, duration: float | None) -> pd.DataFra
         on = "worker " + iterations["worker"].astype(str)
         work = _segments(on, kind, iterations["t_start"], iterations["t_start"] + iterations["duration"])
     else:
-        finished = outcomes[outcomes["worker"].notna() & outcomes["t_finish"].notna()]
-        last = finished.groupby(finished["worker"].astype(int))["t_finish"].max()
-        busy = [f"worker {worker}" for worker in last.index]
-        work = _segments(busy, "decode", start_s, last.to_numpy())
+        last = metrics.last_finish_s(outcomes)
+        work = _segments(last.index, "decode", start_s, last.to_numpy())
     if duration is None and work.empty:
         raise TraceError(
             f"rl_step {trace.rl_steps[0]} has no times to draw: simulate the trace first (tltlab simulate)"

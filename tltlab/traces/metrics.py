@@ -50,23 +50,23 @@ def rollout_s(trace: Source) -> dict[int, float | None]:
 
     Responses of 2 s and 5 s, both submitted at 0: {0: 5.0}.
     """
-    return {step.rl_step: step.rollout_s for step in _rollouts(trace)}
+    return {step.rl_step: step.rollout_s for step in rollouts(trace)}
 
 
 def makespan_s(trace: Source) -> float | None:
     """Mean of D over the RL steps. Rollouts of 4 s and 6 s: 5.0."""
-    durations = [step.rollout_s for step in _rollouts(trace) if step.rollout_s is not None]
+    durations = [step.rollout_s for step in rollouts(trace) if step.rollout_s is not None]
     return float(np.mean(durations)) if durations else None
 
 
 def num_tokens(trace: Source) -> int:
     """Response tokens, sum of L_r."""
-    return sum(int(step.lengths.sum()) for step in _rollouts(trace))
+    return sum(int(step.lengths.sum()) for step in rollouts(trace))
 
 
 def tokens_per_s(trace: Source) -> float | None:
     """Response tokens per second of rollout, sum L_r / sum D. 100 and 300 tokens in a rollout of 8 s: 50.0."""
-    steps = [(step.rollout_s, int(step.lengths.sum())) for step in _rollouts(trace) if step.rollout_s]
+    steps = [(step.rollout_s, int(step.lengths.sum())) for step in rollouts(trace) if step.rollout_s]
     return _ratio(sum(tokens for _, tokens in steps), sum(seconds for seconds, _ in steps))
 
 
@@ -85,7 +85,7 @@ def bubble_fraction(trace: Source, *, workers: int | None = None, idle: bool = F
 
 def _busy(trace: Source, idle: bool) -> list[tuple[float, dict[str, float]]]:
     """Seconds of each rollout and of its busy workers, where both are known."""
-    steps = _rollouts(trace, _BUSY_KINDS if idle else ROLLOUT_KINDS)
+    steps = rollouts(trace, _BUSY_KINDS if idle else ROLLOUT_KINDS)
     return [(s.rollout_s, s.busy_s) for s in steps if s.rollout_s is not None and s.busy_s is not None]
 
 
@@ -96,7 +96,7 @@ def tail_fraction(trace: Source) -> float | None:
     16 responses, 15 done by 4 s and one at 10 s: the tail is 4 s to 10 s, 0.6.
     """
     tail = total = 0.0
-    for step in _rollouts(trace):
+    for step in rollouts(trace):
         if (window := _tail(step)) is not None:
             total += step.rollout_s or 0.0
             tail += window[1] - window[0]
@@ -105,7 +105,7 @@ def tail_fraction(trace: Source) -> float | None:
 
 def tail_window(trace: Trace, rl_step: int) -> tuple[float, float] | None:
     """Start and end of an RL step's tail in seconds since the RL step's start, see `tail_fraction`: (4.0, 10.0)."""
-    return _tail(_rollouts(trace.select([rl_step]))[0])
+    return _tail(rollouts(trace.select([rl_step]))[0])
 
 
 def tail_start(ends: npt.ArrayLike) -> float:
@@ -179,7 +179,7 @@ def summary(trace: Source, *, workers: int | None = None) -> Json:
         "makespan_s": makespan_s(trace),
         "makespan_s_per_step": list(rollout_s(trace).values()),
         "tokens_per_s": tokens_per_s(trace),
-        "num_responses": sum(len(step.lengths) for step in _rollouts(trace)),
+        "num_responses": sum(len(step.lengths) for step in rollouts(trace)),
         "num_tokens": num_tokens(trace),
         "bubble_fraction": bubble_fraction(trace, workers=workers),
         "tail_fraction": tail_fraction(trace),
@@ -190,23 +190,23 @@ def per_step(trace: Trace) -> list[Json]:
     """One dict per RL step: lengths, prompt share and the metrics above; RL steps are read one by one."""
     rows = []
     for step in trace.iter_rl_steps():
-        outcomes, rollouts = step.outcomes, _rollouts(step, ROLLOUT_KINDS)
+        outcomes, measured = step.outcomes, rollouts(step, ROLLOUT_KINDS)
         p50, p95, longest = length_percentiles(step) or (None, None, None)
         rows.append(
             {
                 "rl_step": step.rl_steps[0],
                 "num_responses": len(outcomes),
-                "num_tokens": num_tokens(rollouts),
+                "num_tokens": num_tokens(measured),
                 "num_cut": int((outcomes["finish_reason"] == "length").sum()),
                 "num_aborted": int((outcomes["finish_reason"] == "abort").sum()),
                 "p50_tokens": p50,
                 "p95_tokens": p95,
                 "max_tokens": longest,
                 "prompt_share": prompt_share(step),
-                "rollout_s": rollouts[0].rollout_s,
-                "bubble_fraction": bubble_fraction(rollouts, workers=num_workers(step)),
+                "rollout_s": measured[0].rollout_s,
+                "bubble_fraction": bubble_fraction(measured, workers=num_workers(step)),
                 "idle_fraction": bubble_fraction(step, idle=True),
-                "tail_fraction": tail_fraction(rollouts),
+                "tail_fraction": tail_fraction(measured),
                 "mean_accept_length": mean_accept_length(step),
             }
         )
@@ -229,7 +229,7 @@ def _squares(outcomes: pd.DataFrame) -> Floats:
     return np.array([len(y), len(sizes), of_step.ngroups, *squares], np.float64)
 
 
-def _rollouts(source: Source, busy_kinds: Sequence[str] = ()) -> Sequence[MeasuredRollout]:
+def rollouts(source: Source, busy_kinds: Sequence[str] = ()) -> Sequence[MeasuredRollout]:
     """The rollouts; those of a trace know when workers were busy with spans of these kinds."""
     return list(_read(source, busy_kinds)) if isinstance(source, Trace) else source
 
@@ -281,11 +281,14 @@ def _busy_s(
             str(lane): union_s(starts.loc[rows].to_numpy(), ends.loc[rows].to_numpy())
             for lane, rows in work.groupby("lane").groups.items()
         }
+    last = last_finish_s(outcomes).clip(start, end) - start
+    return None if last.empty else {str(lane): float(busy) for lane, busy in last.items()}
+
+
+def last_finish_s(outcomes: pd.DataFrame) -> pd.Series:
+    """When the last response of each worker lane finished, in the order of workers."""
     finished = outcomes[outcomes["worker"].notna() & outcomes["t_finish"].notna()]
-    if finished.empty:
-        return None
-    last = finished.groupby(finished["worker"].astype(int))["t_finish"].max().clip(start, end) - start
-    return {f"worker {worker}": float(busy) for worker, busy in last.items()}
+    return finished.groupby(finished["worker"].astype(int))["t_finish"].max().rename("worker {}".format)
 
 
 def union_s(starts: Floats, ends: Floats) -> float:

@@ -444,6 +444,11 @@ def file_of_run(trace: Trace, name: str) -> Path | None:
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
+def is_run(folder: Path) -> bool:
+    """Return True for a RUN folder, or a trace's."""
+    return (folder / "trace").is_dir() or (folder / "run.json").is_file() or is_trace(folder)
+
+
 def run_folder(trace: Path) -> Path:
     """The RUN folder that a trace folder is part of, else that folder."""
     return trace.parent if trace.name == "trace" else trace
