@@ -62,7 +62,7 @@ def write(kind: str, name: str, folder: Path, *, model: str) -> list[Path]:
         if path.exists():
             raise ConfigError(f"{path} is there already: give another name")
     for path, text in texts.items():
-        write_file(path, text.encode())
+        write_file(path, text)
     return list(texts)
 
 

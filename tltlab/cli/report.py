@@ -34,11 +34,8 @@ def report(
     path = out or default_out(run)
     check_writable(path, ".html", ".htm")
     page = make(run, out=path, verify=verify)
+    parts, size = [section.title for section in page.sections], path.stat().st_size
     reasons = {part.title: part.reason for part in page.absent}
-    size = path.stat().st_size
-    text = "\n".join(
-        [f"wrote {path} ({size / 1e6:.2f} MB): {', '.join(s.title for s in page.sections)}"]
-        + [f"left out: {title}: {reason}" for title, reason in reasons.items()]
-    )
-    parts = [section.title for section in page.sections]
+    text = f"wrote {path} ({size / 1e6:.2f} MB): {', '.join(parts)}"
+    text += "".join(f"\nleft out: {title}: {reason}" for title, reason in reasons.items())
     emit({"out": str(path), "bytes": size, "parts": parts, "left_out": reasons}, text)

@@ -37,7 +37,6 @@ from .page import (
     Items,
     Lacking,
     PageTable,
-    Part,
     Picture,
     Pictures,
     Piece,
@@ -96,13 +95,11 @@ def events_part(run: Path) -> Sequence[Block]:
     path = run / "events.jsonl"
     if not path.is_file():
         raise Lacking("the run has no events.jsonl")
-    rows = [(str(event.get("rl_step", "–")), str(event.get("event", ""))) for event in json_lines(path)]
-    if not rows:
+    events = json_lines(path)
+    if not events:
         raise Lacking("events.jsonl has no event")
-    return [PageTable(
-        caption=f"The last {_MOST_EVENTS} at most, from events.jsonl.", columns=("RL step", "event"),
-        rows=tuple(rows[-_MOST_EVENTS:]), text_columns=frozenset({0, 1}), summary=f"{len(rows)} events",
-    )]  # fmt: skip
+    caption, columns = f"The last {_MOST_EVENTS} at most, from events.jsonl.", "RL step: {rl_step}; event: {event}"
+    return [records(events[-_MOST_EVENTS:], columns, caption=caption, summary=f"{len(events)} events")]
 
 
 @titled("Where it comes from")
@@ -514,7 +511,16 @@ def steps_part(trace: Trace, rows: Sequence[Fields]) -> Sequence[Block]:
     rows = steps_rows(trace, rows)
     if all(row["rollout_s"] is None for row in rows):
         raise Lacking("the trace has no times: simulate it first (tltlab simulate TRACE --out)")
-    blocks = _step_pictures(rows) if len(rows) > 1 else []
+    blocks: list[Block] = []
+    if len(rows) > 1:
+        policies = dict.fromkeys(row["policy"] or "rollout" for row in rows)
+        by_policy = {name: [row for row in rows if (row["policy"] or "rollout") == name] for name in policies}
+        note = (
+            "Seconds of rollout. Rows of different RL steps had different responses: compare policies on the same ones "
+            "(tltlab compare) before you trust a difference."
+        )
+        blocks += _over_steps({"reward": rows}, "reward", "mean reward", "Reward")
+        blocks += _over_steps(by_policy, "rollout_s", "seconds", "Rollout time by policy", note)
     columns = (
         "RL step: {rl_step:d}; policy: {policy}; reward: {reward:.3f}; responses: {num_responses:,d}; "
         "tokens: {num_tokens:,d}; rollout s: {rollout_s:.2f}; tokens/s: {tokens_per_s:,.0f}; "
@@ -547,20 +553,6 @@ def steps_rows(trace: Trace, per_step: Sequence[Fields]) -> list[Json]:
         row |= {"reward": recorded.get("reward_mean")}
         rows.append(row | {"tokens_per_s": row["num_tokens"] / measured if measured else None})
     return rows
-
-
-def _step_pictures(rows: Sequence[Fields]) -> list[Block]:
-    by_policy: dict[str, list[Fields]] = {}
-    for row in rows:
-        by_policy.setdefault(row["policy"] or "rollout", []).append(row)
-    note = (
-        "Seconds of rollout. Rows of different RL steps had different responses: compare policies on the same ones "
-        "(tltlab compare) before you trust a difference."
-    )
-    return [
-        *_over_steps({"reward": rows}, "reward", "mean reward", "Reward"),
-        *_over_steps(by_policy, "rollout_s", "seconds", "Rollout time by policy", note),
-    ]
 
 
 def _over_steps(
@@ -605,13 +597,9 @@ def off_policy_part(trace: Trace) -> Sequence[Block]:
     return [*pictures, records(rows, columns, caption=caption, summary="RL step by RL step")]
 
 
-def side_by_side_parts(first: Trace, second: Trace, *, names: tuple[str, ...]) -> tuple[Part, ...]:
-    """Two runs in the same charts: an RL step of each on one time axis, and figures over RL steps."""
-    return (timelines_part(first, second, names), _both_over(dict(zip(names, (first, second), strict=True))))
-
-
 @titled("Over the run")
-def _both_over(traces: Mapping[str, Trace]) -> Sequence[Block]:
+def over_run_part(traces: Mapping[str, Trace]) -> Sequence[Block]:
+    """Figures of runs over their RL steps, in the same charts."""
     rows = {name: steps_rows(trace, metrics.per_step(trace)) for name, trace in traces.items()}
     blocks = [
         *_over_steps(rows, "reward", "mean reward", "Reward"),

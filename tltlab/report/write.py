@@ -25,10 +25,11 @@ from .parts import (
     lengths_part,
     off_policy_part,
     origin_part,
+    over_run_part,
     responses_part,
-    side_by_side_parts,
     steps_part,
     timeline_part,
+    timelines_part,
     verify_part,
     waterfall_part,
 )
@@ -128,7 +129,8 @@ def compare_runs(first: str | Path, second: str | Path) -> Page:
     )
     parts = (
         Section(title="Figures", blocks=blocks),
-        *side_by_side_parts(*traces, names=names),
+        timelines_part(*traces, names),
+        over_run_part(dict(zip(names, traces, strict=True))),
         _settings_part([read_object(run / "run.json").get("recipe") for run in runs], names),
     )
     return Page(title=" and ".join(names), subtitle=" · ".join(map(str, runs)), parts=parts)
