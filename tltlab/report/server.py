@@ -24,7 +24,7 @@ from tltlab.files import in_progress
 from tltlab.importers.sources import read
 from tltlab.traces.schema import is_trace
 from tltlab.traces.storage import is_unfinished
-from tltlab.traces.trace import locate, run_folder
+from tltlab.traces.trace import is_run, locate, run_folder
 
 from .page import POLICY, Page, PageTable, Section, render
 from .parts import diagnosis_of, events_part
@@ -59,11 +59,11 @@ class Runs:
         runs: dict[str, Path] = {}
         for path, inner, _ in islice(os.walk(self.folder), _MOST_FOLDERS):
             folder = Path(path)
-            name, is_run = folder.relative_to(self.folder), _is_run(folder)
-            if is_run and len(runs) < _MOST_RUNS:
+            name, found = folder.relative_to(self.folder), is_run(folder)
+            if found and len(runs) < _MOST_RUNS:
                 runs[name.as_posix()] = folder
             deeper = len(name.parts) < _DEPTH and not is_trace(folder)
-            inner[:] = sorted(n for n in inner if deeper and n[0] != "." and not (is_run and n in _PARTS))
+            inner[:] = sorted(n for n in inner if deeper and n[0] != "." and not (found and n in _PARTS))
         return runs
 
     def list_page(self) -> Page:
@@ -119,10 +119,6 @@ def _state(path: Path) -> str:
     return "finished" if is_trace(inside) else "no trace yet"
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / "trace").is_dir() or (folder / "run.json").is_file() or is_trace(folder)
-
-
 def _changed(path: Path) -> int:
     """When something that its page is made of was changed last, ns."""
     times = [0]
@@ -145,31 +141,14 @@ def _row(path: Path, changed: int, state: str) -> tuple[str, ...]:
         return (state, *["–"] * len(_COLUMNS), "" if state == "no trace yet" else str(error))
 
 
-class _Rendered:
-    """Pages as HTML by what they are made of: each is made once, while others are made or served."""
-
-    def __init__(self) -> None:
-        self._lock, self._places = threading.Lock(), dict[Hashable, tuple[threading.Lock, list[str]]]()
-
-    def of(self, key: Hashable, page: Callable[[], Page]) -> str:
-        """Return the HTML of a page, made by `page` unless it is among the last ones."""
-        with self._lock:
-            self._places[key] = lock, made = self._places.pop(key, (threading.Lock(), []))
-            if len(self._places) > _MOST_PAGES:
-                del self._places[next(iter(self._places))]
-        with lock:
-            if not made:
-                made.append(render(page()))
-            return made[0]
-
-
 class Server(ThreadingHTTPServer):
     """Serves `runs` at 127.0.0.1, port 0 for a free one; a context manager. Raises ConfigError for a port in use."""
 
     daemon_threads = True
 
     def __init__(self, runs: Runs, port: int = 0):
-        self.runs, self.rendered = runs, _Rendered()
+        self.runs = runs
+        self._place = lru_cache(_MOST_PAGES)(lambda key: (threading.Lock(), list[str]()))
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -180,6 +159,14 @@ class Server(ThreadingHTTPServer):
         # Without http.server's look-up of the host's name, which may wait for a network.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = ADDRESS, self.server_address[1]
+
+    def html(self, key: Hashable, page: Callable[[], Page]) -> str:
+        """Return a page by what it is made of: each is made once, while others are made or served."""
+        lock, made = self._place(key)
+        with lock:
+            if not made:
+                made.append(render(page()))
+            return made[0]
 
     @property
     def url(self) -> str:
@@ -204,9 +191,9 @@ class _Handler(BaseHTTPRequestHandler):
                 # A name of somebody else's that leads here: pages of that site could read the runs.
                 status, why = HTTPStatus.MISDIRECTED_REQUEST, f"this is {server.url}"
             elif address.path == "/":
-                text = server.rendered.of(runs.state(), runs.list_page)
+                text = server.html(runs.state(), runs.list_page)
             elif len(names) == {"/run": 1, "/compare": 2}.get(address.path):
-                text = server.rendered.of((len(names), runs.state(*names)), lambda: runs.page(*names))
+                text = server.html((len(names), runs.state(*names)), lambda: runs.page(*names))
             else:
                 status, why = HTTPStatus.BAD_REQUEST, "one run is shown, or two are compared"
         except KeyError as error:
