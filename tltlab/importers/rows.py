@@ -149,8 +149,8 @@ def table_of(path: Path, most_rows: int | None = None, *, may_be_cut: bool = Fal
             data = file.read(MOST_JSON_BYTES + 1)
         if len(data) > MOST_JSON_BYTES:
             raise OSError(f"it has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
-        if (lines := data.count(b"\n")) > MOST_ROWS:
-            raise OSError(f"it has {lines:,} lines, and at most {MOST_ROWS:,} are read")
+        if (num := data.count(b"\n")) > MOST_ROWS:
+            raise OSError(f"it has {num:,} lines, and at most {MOST_ROWS:,} are read")
         separator = separator_of(path, data)
         frame = pd.read_csv(
             io.BytesIO(data), header=None, dtype=str, keep_default_na=False, skip_blank_lines=False,
@@ -161,13 +161,13 @@ def table_of(path: Path, most_rows: int | None = None, *, may_be_cut: bool = Fal
     except (OSError, ValueError) as error:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeError) else error
         raise TraceError(f"{path}: not a CSV of response lengths: {reason}") from error
-    frame = pd.DataFrame({name: cells.fillna("").str.strip() for name, cells in frame.items()})
+    frame = pd.DataFrame({name: cells.str.strip() for name, cells in frame.items()})
     frame.index = frame.index + 1
     frame = frame[(frame != "").any(axis=1)]
     # Pandas fills short rows up.
     reader = csv.reader(io.TextIOWrapper(io.BytesIO(data), "utf-8-sig", newline=""), delimiter=separator)
-    cut = [line for line, cells in enumerate(islice(reader, most_rows), 1) if 0 < len(cells) < frame.shape[1]]
-    cut = [line for line in cut if line in frame.index]
+    lines = {line for line, cells in enumerate(islice(reader, most_rows), 1) if 0 < len(cells) < frame.shape[1]}
+    cut = [line for line in frame.index if line in lines]
     if cut and not (may_be_cut and cut == [frame.index[-1]]):
         raise TraceError(
             f"{path}, line {cut[0]}: not as many cells as the first line's {frame.shape[1]}: cut off or wrapped?"

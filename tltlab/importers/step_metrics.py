@@ -536,10 +536,10 @@ def metrics_table(steps: Sequence[StepMetrics]) -> pd.DataFrame:
         "mean", "most", "cut", "rollout_s", "wait_s", "step_s", "reward_mean", "draft_rate", "tokens_per_s", *STAGES,
         *LEARNING,
     )  # fmt: skip
-    table = pd.DataFrame({name: [step.get(name) for step in steps] for name in names}, dtype=np.float64)
-    table["accept_length"] = np.array([step.accept_length for step in steps], dtype=np.float64)
+    columns = {name: [step.get(name) for step in steps] for name in names}
+    columns |= {name: [getattr(step, name) for step in steps] for name in ("accept_length", "num_responses")}
+    table = pd.DataFrame(columns, dtype=np.float64)
     table.insert(0, "rl_step", [step.rl_step for step in steps])
-    table["num_responses"] = np.array([step.num_responses for step in steps], dtype=np.float64)
     table["has_drafts"] = [step.has_drafts for step in steps]
     return table.assign(seconds=pd.Series([step.stages for step in steps], dtype=object))
 
@@ -548,8 +548,8 @@ def _steps_table(steps: list[StepMetrics]) -> pd.DataFrame:
     """The table `steps`; times of the run count from the first RL step."""
     stages = ["rollout_s", "inference_s", "reward_s", "train_s", "sync_s"]
     table = metrics_table(steps)
-    for name in (*stages[1:], "wait_s"):
-        table[name] = np.array([seconds.get(name) for seconds in table["seconds"]], dtype=np.float64)
+    timed = [*stages[1:], "wait_s"]
+    table[timed] = pd.DataFrame(list(table["seconds"]), columns=timed, dtype=np.float64)
     table = table[["rl_step", *stages, "wait_s", "step_s", "reward_mean", "accept_length", "draft_rate"]].copy()
     whole = table["step_s"].fillna(table[stages].sum(axis=1))
     table.insert(1, "t_start", whole.cumsum() - whole)
@@ -609,8 +609,11 @@ def max_entropy_lengths(
         raise ValueError(
             f"{num} responses of {low} to {most} tokens, {num_cut} of them cut at {end}, have no mean of {mean:g}"
         )
-    drawn = _quantiles(free, free_total / free, float(low), float(high)) if free else np.zeros(0)
-    return np.sort(np.concatenate([_round_to_total(drawn, free_total), np.asarray(fixed, np.int64)])).astype(np.int64)
+    lengths = np.array(fixed, np.int64)
+    if free:
+        drawn = _round_to_total(_quantiles(free, free_total / free, float(low), float(high)), free_total)
+        lengths = np.concatenate([drawn, lengths])
+    return np.sort(lengths)
 
 
 def _quantiles(num: int, mean: float, low: float, high: float) -> Floats:
@@ -643,12 +646,10 @@ def _quantiles(num: int, mean: float, low: float, high: float) -> Floats:
 
 def _round_to_total(values: Floats, total: int) -> Ints:
     """Whole numbers nearest to `values`, in their range, that sum to `total`: the largest remainders are rounded up."""
-    if not len(values):
-        return np.zeros(0, np.int64)
     whole = np.floor(values).astype(np.int64)
     missing = total - int(whole.sum())
     increment, remainder = divmod(missing, len(whole))
     order = np.argsort(whole - values, kind="stable")
     whole += increment
     whole[order[:remainder]] += 1
-    return np.sort(whole)
+    return whole
