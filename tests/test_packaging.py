@@ -15,7 +15,6 @@ from pathlib import Path
 import grimp
 import pytest
 
-from tests.sim.workloads import typed
 from tltlab.cli.app import click_command, command_names
 
 ROOT = Path(__file__).parents[1]
@@ -110,21 +109,6 @@ def test_what_is_elsewhere_is_told_in_one_line(tmp_path):
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "clone" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("argv", "complaint"),
-    [
-        (["nope"], "'nope'"),
-        (["simulate"], "simulate --help"),
-        (["simulate", "/no/such/trace"], "/no/such/trace"),
-        (["train", "/no/such/recipe.toml"], "/no/such/recipe.toml"),
-    ],
-)
-def test_wrong_input_is_one_line_and_exit_code_2(argv, complaint, capsys):
-    code, out, err = typed(capsys, *argv)
-    assert (code, out, len(err.strip().splitlines())) == (2, "", 1)
-    assert complaint in err
 
 
 def test_volume_counts_neither_comments_nor_docstrings():

@@ -42,16 +42,6 @@ def test_weights_are_the_sum_of_the_matrices():
     assert shape.model_copy(update={"tied_embeddings": True}).stored_params == shape.weight_params
 
 
-@pytest.mark.parametrize(
-    ("gpu_name", "name", "tp", "residents"),
-    # In the facts 233, 199, 103 and 466, 404, 267, with the GB of data sheets and 2 GB kept back.
-    [("H100", "Qwen2.5-7B", 1, 246), ("H100", "Qwen2.5-32B", 4, 213), ("H100", "Llama-3.3-70B", 4, 114),
-     ("H200", "Qwen2.5-7B", 1, 495), ("H200", "Qwen2.5-32B", 4, 431), ("H200", "Llama-3.3-70B", 4, 288)],
-)  # fmt: skip
-def test_requests_of_4096_tokens_that_fit(gpu_name, name, tp, residents):
-    assert kv_capacity_tokens(gpu(gpu_name), model(name), tp) // 4096 == residents
-
-
 def test_cache_has_blocks_that_engine_counted(shared_data):
     """2,588 blocks of 16 on an RTX 4090; the timeline's largest share of them in use is one of whole blocks."""
     blocks = 2588

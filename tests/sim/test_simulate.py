@@ -9,7 +9,6 @@ import pytest
 from tests.refused import refused
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
-from tltlab.calibration.api import calibrate
 from tltlab.costs.evidence import CalibratedRange
 from tltlab.costs.load import load_costs
 from tltlab.drafters.specs import Drafters, LearnedSpec, SuffixSpec
@@ -159,16 +158,6 @@ def test_tables_may_be_in_any_order(rl_steps):
     in_order = simulate(TRACE, "none", costs=COSTS, rl_steps=rl_steps)
     assert mixed.summary["makespan_s_per_step"] == in_order.summary["makespan_s_per_step"]
     assert mixed.trace.outcomes.equals(in_order.trace.outcomes)
-
-
-def test_a_recorded_trace_and_its_simulation_calibrate_alike():
-    result = simulate(TRACE, "beg-mab", costs=COSTS, acceptance="geometric:0.7", mode="sampled", record_iterations=True)
-    found = calibrate(result.trace)
-    assert found.costs.per_request_s == pytest.approx(COSTS.per_request_s, rel=0.02)
-    assert found.costs.per_token_s == pytest.approx(COSTS.per_token_s, rel=0.02)
-    assert found.costs.draft_level_s == pytest.approx(COSTS.draft_level_s, rel=0.02)
-    again = simulate(TRACE, "beg-mab", costs=found.costs, acceptance=found.acceptance)
-    assert again.makespan_s == pytest.approx(result.makespan_s, rel=0.05)
 
 
 def test_rewards_are_those_of_the_recorded_run():

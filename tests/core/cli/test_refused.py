@@ -35,6 +35,7 @@ COSTS = "costs h100-qwen2.5-7b"
         ("timeline TRACES/tiny --out x.jpg", [".png", ".svg", ".pdf", ".json"]),
         ("timeline TRACES/tiny --size poster", ["'poster'", "column"]),
         ("trace", ["tltlab trace --help"]),
+        ("simulate", ["simulate --help"]),
         ("train nosuch", ["there are", "cpu"]),
         ("what-if TRACES/tiny --gpus 8xH1000 --model Qwen2.5-7B", ["'H1000'", "'H100'"]),
         ("timeline TRACES/tiny --rl-step first", ["'all'"]),

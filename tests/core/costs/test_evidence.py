@@ -62,7 +62,6 @@ def test_speculations_distance_is_its_farther_parts():
 def test_errors_of_profiles_widen_with_distance(model):
     names = [f"sglang:H200:{model}", f"sglang:H100:{model}", f"sglang:A100:{model}", f"sglang:A100:{model}:int4"]
     found = [load_costs(name).evidence for name in names]
-    assert [one.distance for one in found] == ["measured together", "interpolated", "never measured", "never measured"]
     for error in ([one.error() for one in found], [one.speedup_error() for one in found]):
         assert error == sorted(error)
     assert len({one.error() for one in found}) == 4

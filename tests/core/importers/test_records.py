@@ -59,7 +59,6 @@ def of(tmp_path, records, **options):
         lambda n: {"response_ids": [*ids(n), 0, 0], "response_mask": [1] * n + [0, 0]},
         lambda n: {"response_ids": ids(n), "loss_mask": [0] * n},
         lambda n: {"response_ids": ids(n) + [0] * (20 - n), "uid": "a"},
-        lambda n: {"response_ids": [5] * n},
         lambda n: {"logprobs": [-0.1] * n},
         lambda n: {"response_ids": ids(n), "logprobs": [[-0.1, token] for token in ids(n)]},
         lambda n: {"response": "x " * n, "tokens": [["x", -0.1]] * 2},
@@ -70,7 +69,7 @@ def of(tmp_path, records, **options):
     ids=[
         "response_ids", "output_ids", "completion_ids", "generated", "responses", "one sample", "slime",
         "slime without length", "slime whole", "openrlhf", "areal", "sglang", "whole and response", "mask of padding",
-        "mask without ones", "padded", "one id", "log-probs", "pairs", "text and pairs", "vllm", "areal dump",
+        "mask without ones", "padded", "log-probs", "pairs", "text and pairs", "vllm", "areal dump",
         "nemo-rl",
     ],
 )  # fmt: skip

@@ -116,13 +116,6 @@ def test_what_is_taken_back_is_gone(tmp_path, how):
     recorder._lock.close()
 
 
-def test_damaged_manifest_is_refused(tmp_path):
-    left(tmp_path / "t", 3, how="killed")
-    (tmp_path / "t" / "manifest.json").write_text('{"format": "tltlab-trace"')
-    with refused(TraceError, naming=("manifest.json",)):
-        Recorder.reopen(tmp_path / "t", MANIFEST, 2)
-
-
 def test_the_trace_of_another_run_is_refused(tmp_path):
     for how in ("killed", "closed"):
         left(tmp_path / how, 2, how=how)

@@ -301,17 +301,6 @@ def test_unknown_costs_of_experts_are_reported():
     assert said in what_if(of_lengths([100, 900]), gpus="8xH100", model="Qwen3-30B-A3B").notes
 
 
-def test_a_model_of_ones_own_is_its_configuration(tmp_path):
-    config = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-              "num_key_value_heads": 4, "vocab_size": 152064, "model_type": "mine"}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    mine = Deployment.of("8xH100", str(tmp_path / "config.json"), engine="vllm")
-    known = Deployment.of("8xH100", "Qwen2.5-7B", engine="vllm")
-    assert mine.costs.model.name == tmp_path.name
-    assert mine.costs.kv_capacity_tokens == known.costs.kv_capacity_tokens
-    assert mine.stages.train == known.stages.train
-
-
 def test_the_command_answers_in_json_and_as_page(lengths, tmp_path, capsys):
     asked = ("what-if", lengths, *MACHINE, "--systems", "verl")
     code, printed, err = typed(capsys, *asked, "--out", tmp_path / "answer.html")

@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from tests.refused import refused
@@ -65,17 +64,6 @@ def trace_of(folder, metrics):
 @pytest.fixture
 def log(tmp_path, metrics_of):
     return write(tmp_path / "verl.log", "INFO starting", *(console_line(s, m) for s, m in metrics_of.items()))
-
-
-def test_history_exported_from_wandb_shows_what_log_tells(log, tmp_path, metrics_of):
-    history = tmp_path / "history.csv"
-    pd.DataFrame([{"_step": step, **metrics} for step, metrics in metrics_of.items()]).round(3).to_csv(history)
-    told = []
-    for source in (log, history):
-        calibrate(source, out=tmp_path / "costs.json", log_costs=ENGINE, workers=WORKERS)
-        costs = json.loads((tmp_path / "costs.json").read_text())
-        told.append({key: costs[key] for key in costs.keys() - {"evidence", "provenance", "sha256"}})
-    assert told[0] == told[1]
 
 
 def test_level_and_time_outside_are_distinguished(log):

@@ -36,6 +36,6 @@ def test_a_file_that_is_no_table_is_named(tmp_path, name, content, says):
 
 
 def test_requests_fit_up_to_capacity_of_kv_cache():
-    # 873,168 tokens on four H100, see test_hardware.
+    # 873,168 tokens on four H100.
     asked = pd.DataFrame({"concurrency": [213, 214], "isl": 4000, "osl": 96})
     assert fits_kv_cache(asked.assign(gpu="H100", model="Qwen2.5-32B", tp=4)).tolist() == [True, False]
