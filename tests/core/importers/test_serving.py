@@ -65,7 +65,8 @@ def test_requests_of_servers_are_read(tmp_path):
     failed = {"custom_id": "b", "response": {"status_code": 500, "body": {"error": {"message": "x"}}}}
     body = {"usage": {"prompt_tokens": 4, "completion_tokens": 8}, "choices": [{"finish_reason": "stop"}]}
     answered = {"custom_id": "a", "response": {"status_code": 200, "body": body}, "error": None}
-    check(of(tmp_path, [failed, answered]), response_tokens=[0, 8], finish_reason=["abort", "stop"])
+    trace = of(tmp_path, [failed, answered])
+    check(trace, prompt_id=["b", "a"], response_tokens=[0, 8], finish_reason=["abort", "stop"])
 
 
 def test_benchmarks_are_read_by_request(tmp_path):

@@ -90,7 +90,8 @@ CANNOT = [
     ("--replay-decisions=m", ("m", "manifest.json")),
     ("--replay-decisions=trace --dry-run", ("trace", "decisions.parquet")),
     ("model=bare data.train=gone.jsonl reward=loud:rewards train.gpus=2 --out=t.jsonl/run",
-     ("model = bare", "weights", "data.train", "gone.jsonl", "loud", "'rewards'", "train.ranks", "t.jsonl is a file")),
+     ("model = bare", "weights", "data.train", "gone.jsonl", "loud", "'rewards'", "train.ranks", "--out",
+      "t.jsonl is a file")),
     ("train.epochs=2 --dry-run", ("train.epochs = 2", "train.steps")),
     ("rollout.vllm.max_model_len=700 --dry-run", ("max_response_tokens = 768", "rollout.vllm.max_model_len = 700")),
 ]  # fmt: skip
