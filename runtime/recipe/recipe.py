@@ -331,10 +331,6 @@ def resumed_recipe(
     gone = isinstance(policy, str) and policy.endswith(".json") and not Path(policy).exists()
     if (gone or policy == SYSTEMS_POLICY) and copy.is_file():
         rollout["policy"] = str(copy.resolve())
-    reuse = rollout.get("reuse") if isinstance(rollout, dict) else None
-    if isinstance(reuse, dict) and reuse.get("residual") == "none":
-        # As runs have it from when there was another one.
-        del reuse["residual"]
     recipe, copies = _recipe(fields, overrides, str(path)), str((Path(run) / CODE).resolve())
     with code_allowed(allow_code):
         names = list(code_of(recipe))
