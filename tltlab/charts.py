@@ -47,6 +47,11 @@ class Chart(Figure):
         return _bytes(self, "png", dpi=96)
 
 
+def _panel(height_in: float, width_in: float = _WIDTH_IN) -> Axes:
+    """A panel that has a figure of its own."""
+    return Chart(figsize=(width_in, height_in), layout="constrained").subplots()
+
+
 def bars(
     labels: Sequence[str],
     values: Values,
@@ -68,7 +73,7 @@ def bars(
     names = [textwrap.fill(label, _LABEL_LETTERS) for label in labels]
     if axes is None:
         row_in = 0.3 + 0.15 * max((name.count("\n") for name in names), default=0)
-        axes = Chart(figsize=(_WIDTH_IN, 0.85 + row_in * max(len(labels), 1)), layout="constrained").subplots()
+        axes = _panel(0.85 + row_in * max(len(labels), 1))
     y, size = np.arange(len(labels)), _floats(values)
     axes.barh(y, np.nan_to_num(size), height=0.62, color=[COLORS[1 if m else 4] for m in measured] or COLORS[4],
               edgecolor=COLORS[0], linewidth=0.6)  # fmt: skip
@@ -83,10 +88,7 @@ def bars(
     axes.set_yticks(y, names, fontsize=9)
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
-    finish(axes, xlabel=xlabel, title=title, grid="x")
-    figure = axes.figure
-    assert isinstance(figure, Figure)
-    return figure
+    return finish(axes, xlabel=xlabel, title=title, grid="x")
 
 
 def lines(
@@ -102,8 +104,7 @@ def lines(
 
     `doubling` spaces x = 1, 2, 4, ... evenly, as batch sizes want it.
     """
-    figure = Chart(figsize=(_WIDTH_IN, 2.9), layout="constrained")
-    axes = figure.subplots()
+    axes = _panel(2.9)
     for i, (name, (x, y)) in enumerate(series.items()):
         across, up, color = _floats(x), _floats(y), COLORS[i % len(COLORS)]
         axes.plot(across, up, color=color, linestyle=DASHES[i % len(DASHES)], marker=MARKERS[i % len(MARKERS)],
@@ -120,8 +121,7 @@ def lines(
         _round_ticks(axes, *(x for x, _ in series.values()))
     if len(series) > 1:
         _legend(axes)
-    finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
-    return figure
+    return finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
 
 
 def shares(x: Any, parts: Fields, *, xlabel: str, title: str) -> Figure:
@@ -130,8 +130,7 @@ def shares(x: Any, parts: Fields, *, xlabel: str, title: str) -> Figure:
     `parts` are shares between 0 and 1, one per value of x; a part that is 0 throughout takes a colour and is not
     drawn.
     """
-    figure = Chart(figsize=(_WIDTH_IN, 2.9), layout="constrained")
-    axes = figure.subplots()
+    axes = _panel(2.9)
     across = _floats(x)
     width = float(np.min(np.diff(across))) if len(across) > 1 else 1.0
     floor = np.zeros(len(across))
@@ -150,16 +149,14 @@ def shares(x: Any, parts: Fields, *, xlabel: str, title: str) -> Figure:
     if len(across):
         axes.set_xlim(across.min() - 0.6 * width, across.max() + 0.6 * width)
     _legend(axes)
-    finish(axes, xlabel=xlabel, ylabel="%", title=title, grid=None)
-    return figure
+    return finish(axes, xlabel=xlabel, ylabel="%", title=title, grid=None)
 
 
 def scatter_identity(
     measured: Values, predicted: Values, *, xlabel: str, ylabel: str, title: str, labels: Sequence[str]
 ) -> Figure:
     """Predicted over measured with the line on which they agree; `labels` names each point's group."""
-    figure = Chart(figsize=(4.6, 4.0), layout="constrained")
-    axes = figure.subplots()
+    axes = _panel(4.0, 4.6)
     x, y = _floats(measured), _floats(predicted)
     group = np.asarray(labels, dtype=object)
     for i, name in enumerate(dict.fromkeys(group)):
@@ -173,8 +170,7 @@ def scatter_identity(
     axes.plot([0, end], [0, end], color="#6f6f6f", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0)
     axes.set(xlim=(0, end), ylim=(0, end), aspect="equal")
     _legend(axes, columns=3)
-    finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
-    return figure
+    return finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
 
 
 def waterfall(steps: Sequence[tuple[str, float]], *, measured: bool, title: str, width_in: float = _WIDTH_IN) -> Figure:
@@ -189,8 +185,7 @@ def waterfall(steps: Sequence[tuple[str, float]], *, measured: bool, title: str,
     spread = max(ends.max() - low, 1e-9)
     left = 0.0 if low < 2 * spread else low - 0.3 * spread
     blue, pale, gain, orange, grey = COLORS[0], COLORS[4], COLORS[2], COLORS[1], "#c9c9c9"
-    figure = Chart(figsize=(width_in, 0.75 + 0.27 * (len(steps) + 1)), layout="constrained")
-    axes = figure.subplots()
+    axes = _panel(0.75 + 0.27 * (len(steps) + 1), width_in)
     looks = [blue, *(gain if size < 0 else pale for size in seconds[1:]), orange if measured else blue]
     if "unexplained" in names:
         looks[-2] = grey
@@ -214,8 +209,7 @@ def waterfall(steps: Sequence[tuple[str, float]], *, measured: bool, title: str,
     axes.set_xlim(left, ends.max() + (1.3 if width_in < 5 else 0.62) * (ends.max() - left) / 2)
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=_ROUND))
-    finish(axes, xlabel="mean seconds of a rollout", title=title, grid="x")
-    return figure
+    return finish(axes, xlabel="mean seconds of a rollout", title=title, grid="x")
 
 
 def heat_maps(
@@ -305,8 +299,7 @@ def _legend(axes: Axes, columns: int = 4) -> None:
     names = axes.get_legend_handles_labels()[1]
     if not names:
         return
-    figure = axes.get_figure(root=True)
-    assert figure is not None
+    figure = _figure(axes)
     letters = _LETTERS_PER_IN * figure.get_figwidth()
     fitting = int(letters / (max(map(len, names)) + _HANDLE_LETTERS))
     columns = max(1, min(len(names), columns, fitting))
@@ -319,8 +312,8 @@ def _legend(axes: Axes, columns: int = 4) -> None:
 
 def finish(
     axes: Axes, *, title: str, xlabel: str, ylabel: str = "", grid: Literal["x", "y", "both"] | None = "y"
-) -> None:
-    """Title, labels, grid and type sizes of a panel in this look."""
+) -> Figure:
+    """Title, labels, grid and type sizes of a panel in this look; returns its figure."""
     # Text wraps between words; only words that are too long are broken here.
     long_word = re.compile(rf"\S{{{_LABEL_LETTERS}}}(?=\S)")
     xlabel, ylabel, title = (long_word.sub(r"\g<0>\n", text) for text in (xlabel, ylabel, title))
@@ -332,3 +325,10 @@ def finish(
         axes.grid(axis=grid, color="#dddddd", linewidth=0.5)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+    return _figure(axes)
+
+
+def _figure(axes: Axes) -> Figure:
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return figure
