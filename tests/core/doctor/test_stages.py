@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.sim.workloads import console_line
 from tests.traces_of_lengths import import_dump
 from tltlab.doctor.signatures import diagnose
 from tltlab.stats import change_point
@@ -24,7 +25,7 @@ def log(folder, metrics, steps=12):
         values = {name: value * (1 + 0.01 * (step % 3)) for name, value in SOUND.items()} | metrics(step)
         timers = [value for name, value in values.items() if name.startswith("timing_s/") and name.count("/") == 1]
         values = {"timing_s/step": sum(timers)} | values
-        lines.append(f"step:{step} - " + " - ".join(f"{name}:{value:.4f}" for name, value in values.items()))
+        lines.append(console_line(step, values))
     path = folder / "x.log"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

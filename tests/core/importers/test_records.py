@@ -43,7 +43,6 @@ def of(tmp_path, records, **options):
 @pytest.mark.parametrize(
     "record",
     [
-        lambda n: {"response_ids": ids(n)},
         lambda n: {"output_ids": ids(n), "logprobs": [-0.5] * n},
         lambda n: {"completion_ids": ids(n), "prompt_ids": [1, 2]},
         lambda n: {"generated_token_ids": ids(n)},
@@ -67,7 +66,7 @@ def of(tmp_path, records, **options):
         lambda n: {"token_ids": [1, 2, *ids(n)], "token_loss_mask": [0, 0] + [1] * n, "input_lengths": n + 2},
     ],
     ids=[
-        "response_ids", "output_ids", "completion_ids", "generated", "responses", "one sample", "slime",
+        "output_ids", "completion_ids", "generated", "responses", "one sample", "slime",
         "slime without length", "slime whole", "openrlhf", "areal", "sglang", "whole and response", "mask of padding",
         "mask without ones", "padded", "log-probs", "pairs", "text and pairs", "vllm", "areal dump",
         "nemo-rl",

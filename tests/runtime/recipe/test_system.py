@@ -98,6 +98,7 @@ def test_a_system_over_a_recipe_decides(recipe_file, system, overrides, decided)
         (["das", 'rollout.drafters={"suffix":{"kind":"suffix","window":3}}'], ("rollout.drafters.suffix", "das")),
         (["das", GPUS.replace(',"gpu":"H100"', "")], ("das", "cluster.gpu")),
         (["tlt"], ("tlt", "[drafter]")),
+        (["vllm-static"], ("vllm-static", "[drafter]")),
         (["vllm-static", "drafter={}"], ("vllm-static", "drafter.checkpoint")),
         (["tlt", HEAD, "drafter.schedule.kind=gated"], ("drafter.schedule.kind", "gated", "tlt", "always")),
         (["streamrl", "rollout.placement=round_robin"], ("rollout.placement", "round_robin", "two_pools")),
