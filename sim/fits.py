@@ -237,13 +237,11 @@ def _records(frame: pd.DataFrame) -> list[dict[Any, Any]]:
 
 
 def _terms(costs: CostModel) -> dict[str, float | None]:
+    named: dict[str, float | None] = {}
     if isinstance(costs, TableCosts):
-        knots = [(f"{k.tokens:g} tokens", k.seconds) for k in costs.forward]
-        knots += [(f"batch {k.batch}, attention fixed_s", k.fixed_s) for k in costs.attention]
-        knots += [(f"batch {k.batch}, per_context_s", k.per_context_s) for k in costs.attention]
-        named: dict[str, float | None] = dict(knots)
-    else:
-        named = {}
+        named |= {f"{k.tokens:g} tokens": k.seconds for k in costs.forward}
+        named |= {f"batch {k.batch}, attention fixed_s": k.fixed_s for k in costs.attention}
+        named |= {f"batch {k.batch}, per_context_s": k.per_context_s for k in costs.attention}
     named |= {name: value for name, value in costs.model_dump().items() if name.endswith("_s") and name != "switch_s"}
     if costs.noise is not None:
         named["noise (spread, relative)"] = costs.noise.spread

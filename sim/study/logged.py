@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -42,7 +43,7 @@ def logged_stages(trace: Trace) -> tuple[pd.DataFrame | None, float | None]:
 class LoggedRun:
     """A simulation in the terms of its trace's log; of another trace, or a log without stages, `scenarios` as given.
 
-    `scenarios` have costs scaled by `level`, so that rollouts drafted as in the log take the log's seconds. `stages` of
+    `scenarios` have costs scaled so that rollouts drafted as in the log take the log's seconds. `stages` of
     a log are the mean seconds of each of its stages. `share` is the rollout's of the RL step in the log (None: not
     logged), `drafting` what the log's run drafts with (None: nothing, or not logged).
     """
@@ -51,7 +52,6 @@ class LoggedRun:
     stages: StageCosts | None
     drafting: LoggedDrafting | None
     share: float | None = None
-    level: float = 1.0
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -78,9 +78,9 @@ class LoggedRun:
             f"{subject}: {np.median(measured_s):.3g} s in the log, {share:.0%} of the RL step, {level:.2f} "
             f"times those of {machine.name if machine else scenarios.costs_name}: simulated ones are scaled to them"
         )
-        return cls(
-            scenarios=scenarios.under(costs=costs), stages=mean_stages(table, trace.manifest.name or "a log"),
-            drafting=run.drafting, share=share, level=level, notes=(note,),
+        return replace(
+            run, scenarios=scenarios.under(costs=costs), stages=mean_stages(table, trace.manifest.name or "a log"),
+            share=share, notes=(note,),
         )  # fmt: skip
 
     @property

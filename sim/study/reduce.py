@@ -115,15 +115,13 @@ def compared(cells: Sequence[Cell], table: pd.DataFrame, nominal: Scenario, base
     counted = table.drop(columns=["outside", "drafters", "acceptance"])
     means = counted.groupby([kind, "rl_step"], sort=False).mean(numeric_only=True)
     names = [name for name in dict.fromkeys(cell.name for cell in cells) if name in means.index.get_level_values(0)]
-    of_name = {name: means.loc[[name]].droplevel(0).sort_index() for name in names}
-    base = of_name.get(baseline)
+    of_name = {name: _columns(means.loc[[name]].sort_index()) for name in names}
+    base = of_name.get(baseline, {})
     return [_row(first[name], of_name[name], base, nominal, kind) for name in names]
 
 
-def _row(cell: Cell, steps: pd.DataFrame, base: pd.DataFrame | None, nominal: Scenario, kind: str) -> Json:
+def _row(cell: Cell, column: Mapping[str, Floats], base: Mapping[str, Floats], nominal: Scenario, kind: str) -> Json:
     seed, bound = nominal.seed, cell.system
-    column = _columns(steps)
-    per_s = _per_second(column)
     bounds_s = cell.bounds_s(nominal)
     tokens = column["tokens"] + column["wasted_tokens"]
     drafts = column["drafts"].sum()
@@ -132,10 +130,9 @@ def _row(cell: Cell, steps: pd.DataFrame, base: pd.DataFrame | None, nominal: Sc
     granted = cell.scenario.granted(cell.policy.strategies)
     row |= granted
     row |= dict(cell.axes) | ({"granted": granted["acceptance"]} if "acceptance" in cell.axes else {})
-    row |= {"makespan_s": float(np.mean(column["makespan_s"])), "tokens_per_s": float(np.mean(per_s))}
-    other = None if base is None else _columns(base)
-    row |= _ratios("", column["makespan_s"], None if other is None else other["makespan_s"], seed)
-    row |= _ratios("tokens_per_s_", per_s, None if other is None else _per_second(other), seed, of_rates=True)
+    row |= {name: float(np.mean(column[name])) for name in ("makespan_s", "tokens_per_s")}
+    row |= _ratios("", column["makespan_s"], base.get("makespan_s"), seed)
+    row |= _ratios("tokens_per_s_", column["tokens_per_s"], base.get("tokens_per_s"), seed, of_rates=True)
     row |= {
         "bubble_fraction": _share(column["idle_s"], column["worker_s"]),
         "off_policy_share": _share(column["old_tokens"], column["tokens"]),
@@ -146,7 +143,7 @@ def _row(cell: Cell, steps: pd.DataFrame, base: pd.DataFrame | None, nominal: Sc
     row["mean_accept_length"] = math.fsum(column["kept_tokens"]) / drafts if drafts else None
     if np.isfinite(column["step_s"]).all():
         row["step_s"] = float(np.mean(column["step_s"]))
-        row |= _ratios("step_", column["step_s"], None if other is None else other["step_s"], seed)
+        row |= _ratios("step_", column["step_s"], base.get("step_s"), seed)
         row["rollout_share"] = float(column["makespan_s"].sum() / column["step_s"].sum())
     return row if bound is None else row | _about(bound, row, column, nominal)
 
@@ -169,13 +166,11 @@ def _about(bound: BoundSystem, row: Fields, column: Mapping[str, Floats], nomina
 
 
 def _columns(steps: pd.DataFrame) -> dict[str, Floats]:
-    return {str(name): steps[name].to_numpy(np.float64) for name in steps}
-
-
-def _per_second(column: Mapping[str, Floats]) -> Floats:
-    """Return tokens per second of the rollout that are trained on; 0 where nothing is generated."""
-    seconds = column["makespan_s"]
-    return np.divide(column["tokens"], seconds, out=np.zeros_like(seconds), where=seconds > 0)
+    """Return the columns with the tokens per second that are trained on, 0 where nothing is generated."""
+    columns = {str(name): steps[name].to_numpy(np.float64) for name in steps}
+    seconds = columns["makespan_s"]
+    per_s = np.divide(columns["tokens"], seconds, out=np.zeros_like(seconds), where=seconds > 0)
+    return columns | {"tokens_per_s": per_s}
 
 
 def _ratios(prefix: str, values: Floats, base: Floats | None, seed: int, of_rates: bool = False) -> Json:

@@ -11,7 +11,6 @@ import numpy as np
 
 from tltlab.acceptance.base import Acceptance
 from tltlab.arrays import Floats
-from tltlab.costs.base import IterationCost
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.selector import Selector
@@ -46,33 +45,24 @@ class ExpectedIteration:
         self._regimes = Regimes(self.strategies, scenario.costs, self._model, scenario.registry)
         self._means: dict[Strategy, float] = {}
         self._at_context: dict[int, Acceptance] = {}
-        self.is_by_context = False
-        """True where tokens depend on the context."""
         if self._model is None or self._model.at_context(0.0).varies_by != "nothing":
             self._means = {s: _mean_tokens(scenario, s) for s in self.strategies if s.speculates}
-        else:
-            self.is_by_context = self._model.varies_by != "nothing"
 
     def tokens(self, strategy: Strategy, batch: int, context_tokens: float) -> float:
         """Tokens of one request in one iteration, the bonus token included; `context_tokens` sums over the batch."""
         if (mean := self._means.get(strategy)) is not None:
             return mean
-        if not self.is_by_context or not strategy.speculates:
+        if self._model is None or self._model.varies_by == "nothing" or not strategy.speculates:
             return self._regimes.at(strategy, batch).tokens
-        assert self._model is not None
         at = round(context_tokens / batch / BUCKET_TOKENS)
         if at not in self._at_context:
             self._at_context[at] = self._model.at_context(float(at * BUCKET_TOKENS))
         return self._at_context[at].at(batch).tokens_per_iteration(strategy)
 
-    def cost(self, strategy: Strategy, batch: int) -> IterationCost:
-        """Cost of an iteration."""
-        return self._regimes.at(strategy, batch).cost
-
     def seconds_per_token(self, strategy: Strategy, batch: int, context_tokens: float) -> float:
         """Seconds of an iteration for each token that a request gains in it; `context_tokens` sums over the batch."""
-        tokens = self.tokens(strategy, batch, context_tokens)
-        return self.cost(strategy, batch).seconds(batch, context_tokens) / tokens
+        cost = self._regimes.at(strategy, batch).cost
+        return cost.seconds(batch, context_tokens) / self.tokens(strategy, batch, context_tokens)
 
 
 class Oracle(Selector):
@@ -188,8 +178,6 @@ class TuningCases:
         After each seed, policies whose interval over the leader lies above 1 are dropped. The race ends when the others
         are `LEVEL` with the leader. A dropped policy is compared with the leader's runs under the same seeds.
         """
-        if not policies:
-            return {}
         runs: dict[str, list[list[Floats]]] = defaultdict(list)
         running, leader = list(policies), ""
 

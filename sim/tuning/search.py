@@ -215,7 +215,7 @@ def search(
     *,
     trials: int,
     seed: int,
-    on_stage: Callable[[str], None] = lambda stage: None,
+    on_stage: Callable[[str], None],
     journal: Journal,
 ) -> list[Trial]:
     """Optuna's TPE over a policy's settings, its present ones first. Return the trials, the best one first.

@@ -460,22 +460,28 @@ def tune(
         config = replace(config, repeats=1)
     if config.decision_block is None:
         config = replace(config, decision_block=max(decision_interval(trace) for trace in sources))
-    parts = [(tune_steps, spread(rest, FIRST) if sampled else rest) for tune_steps, rest, sampled in splits]
+    tuned_on = [tune_steps for tune_steps, *_ in splits]
+
+    def judged_in(num: int) -> list[list[int]]:
+        """RL steps to judge on, so many where these are a sample."""
+        return [spread(rest, num) if sampled else rest for _, rest, sampled in splits]
+
+    judged_on = judged_in(FIRST)
     own = config.named()
     brought: dict[str, DrafterSpec] = {}
     for policy in own.values():
         brought |= policy.drafters
 
-    def cases_of(side: int) -> TuningCases:
+    def cases_of(parts: Sequence[Sequence[int]]) -> TuningCases:
         scenarios = []
         for trace, part in zip(sources, parts, strict=True):
-            scenario = Scenario.of(trace, config, rl_steps=part[side])
+            scenario = Scenario.of(trace, config, rl_steps=part)
             # With the drafters that further candidates bring along.
             scenarios.append(replace(scenario, registry=scenario.registry.joined(brought)))
         recorded = config.acceptance in (None, "trace")
         return TuningCases(scenarios=tuple(scenarios), traces=sources, recorded=recorded, jobs=config.jobs)
 
-    tuning, judging = cases_of(0), cases_of(1)
+    tuning, judging = cases_of(tuned_on), cases_of(judged_on)
     known = [*tuning.scenarios, *judging.scenarios]
     strategies, notes = _strategies(known, config)
     spaces: dict[str, Space] = {}
@@ -512,7 +518,8 @@ def tune(
     on_stage(f"{len(policies)} fixed, elastic and table policies in fluid mode")
     fluid = tuning.makespans(policies, mode="fluid", seeds=[config.seed])
     searched = {name: mean_s(seconds) for name, seconds in fluid.items()}
-    best = {kind: min(named, key=lambda n: searched[n]) for kind, named in kinds.items() if named}
+    best = {min(named, key=lambda n: searched[n]): kind for kind, named in kinds.items() if named}
+    best["none"] = "none"
 
     # Settings of the policies that are named, which may need whole tokens, or of the bandit.
     if config.trials and strategies and not config.search:
@@ -541,34 +548,33 @@ def tune(
     found = {name: trials for name, trials in found.items() if trials}
     tuned = min(found, key=lambda name: raced[str(found[name][0].policy)]) if found else ""
     trials = found.get(tuned, [])
-    further = {name: (policy, "own") for name, policy in own.items() if not config.search}
+    further = {name: ("own", policy) for name, policy in own.items() if not config.search}
     for name, tried in found.items():
-        further[f"tuned {name}"] = (tried[0].policy, "own" if config.search else "bandit")
+        further[f"tuned {name}"] = ("own" if config.search else "bandit", tried[0].policy)
 
     # Plain decoding, the best of each kind, what was named or searched, and what ships where its strategies are known.
-    untuned, shipped = _adaptive(known, strategies, config), load_policy("beg-mab")
+    candidates = {name: (best[name], policies[name]) for name in ("none", *best)} | further
+    shipped = load_policy("beg-mab")
     if {s for s in shipped.strategies if s.speculates} <= set(strategies):
-        untuned = {"shipped beg-mab": shipped, **untuned}
-    kind_of = {"none": "none"} | {name: kind for kind, name in best.items() if name != "none"}
+        candidates["shipped beg-mab"] = "shipped", shipped
+    if (adaptive := _adaptive(known, strategies, config)) is not None:
+        candidates["adaptive"] = "shipped", adaptive
     finalists = Finalists(
-        policies={name: policies[name] for name in ("none", *best.values())}
-        | {name: policy for name, (policy, _) in further.items()}
-        | untuned,
-        kind_of=kind_of | {name: kind for name, (_, kind) in further.items()} | dict.fromkeys(untuned, "shipped"),
-        best_fixed=best.get("fixed", "none"),
+        policies={name: policy for name, (_, policy) in candidates.items()},
+        kind_of={name: kind for name, (kind, _) in candidates.items()},
+        best_fixed=next((name for name, kind in best.items() if kind == "fixed"), "none"),
     )
-    strategies = list(dict.fromkeys([*strategies, *(s for p, _ in further.values() for s in p.strategies)]))
+    strategies = list(dict.fromkeys([*strategies, *(s for _, p in further.values() for s in p.strategies)]))
     strategies = [strategy for strategy in strategies if strategy.speculates]
     on_stage(f"{len(finalists.policies)} finalists on RL steps held out")
     scores, num = finalists.scores(tuning, seeds=config.seeds(_SELECTION), seed=config.seed), FIRST
     while True:
         judged = judge(judging, finalists, scores, strategies, seeds=config.seeds(_JUDGEMENT), seed=config.seed)
         num *= 3
-        more = [(tune_steps, spread(rest, num) if sampled else rest) for tune_steps, rest, sampled in splits]
-        if more == parts or judged.is_clear:
+        more = judged_in(num)
+        if more == judged_on or judged.is_clear:
             break
-        parts = more
-        judging = cases_of(1)
+        judged_on, judging = more, cases_of(more)
     if config.search and judged.name != f"tuned {tuned}":
         written = f"{judged.verdict} The result is tuned {tuned}, as --search asks."
         judged = replace(judged, name=f"tuned {tuned}", verdict=written)
@@ -586,8 +592,8 @@ def tune(
         "acceptance": [scenario.acceptance_name for scenario in tuning.scenarios],
         "seed": config.seed,
         "objective": "mean makespan of the RL steps, simulated",
-        "tuned_on": [part[0] for part in parts],
-        "judged_on": [part[1] for part in parts],
+        "tuned_on": tuned_on,
+        "judged_on": judged_on,
         "num_rl_steps": [len(trace.rl_steps) for trace in sources],
         "makespan_s": row.makespan_s,
         "interval": [row.ratio_low, row.ratio_high],
@@ -615,8 +621,8 @@ def tune(
             {"table": name, "score": searched[name], "rows": policy.selector.model_dump(mode="json")["rows"]}
             for name, policy in kinds["table"].items()
         ),
-        tuned_on=tuple(tuple(part[0]) for part in parts),
-        judged_on=tuple(tuple(part[1]) for part in parts),
+        tuned_on=tuple(map(tuple, tuned_on)),
+        judged_on=tuple(map(tuple, judged_on)),
         placement_gain=on_judged[""] / on_judged[EXPECTED],
         planner=planner or "stay",
         planner_gain=on_judged[""] / on_judged[planner],
@@ -644,8 +650,8 @@ def _seconds(scenarios: Sequence[Scenario], policy: Policy, jobs: int | None) ->
     return dict(zip(names, found.tolist(), strict=True))
 
 
-def _adaptive(scenarios: Sequence[Scenario], strategies: Sequence[Strategy], config: TuneConfig) -> dict[str, Policy]:
-    """`adaptive` over the same drafters, to any depth up to the deepest; nothing where not all of that is known.
+def _adaptive(scenarios: Sequence[Scenario], strategies: Sequence[Strategy], config: TuneConfig) -> Policy | None:
+    """`adaptive` over the same drafters, to any depth up to the deepest; None where not all of that is known.
 
     The oracle has the depths that are tuned over only, so `adaptive` may be ahead of it.
     """
@@ -653,7 +659,7 @@ def _adaptive(scenarios: Sequence[Scenario], strategies: Sequence[Strategy], con
     policy = load_policy({"kind": "adaptive", "drafters": drafters, "max_depth": deepest})
     every, _ = _strategies(scenarios, replace(config, depths=range(1, deepest + 1), drafters=drafters))
     covered = {s for s in policy.strategies if s.speculates} <= set(every)
-    return {"adaptive": policy} if covered else {}
+    return policy if covered else None
 
 
 def _strategies(scenarios: Sequence[Scenario], config: TuneConfig) -> tuple[list[Strategy], list[str]]:

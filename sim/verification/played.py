@@ -286,5 +286,4 @@ def judge(
     failed = simulated.attrs.get("failed", {})
     why |= {cell.name: failed[cell.label] for cell in cells if cell.label in failed}
     table = pd.concat([played, simulated], ignore_index=True)
-    bias, spread = repeats(trace)
-    return Agreement.of(table, why_not=why, repeat_bias=bias, repeat_spread=spread)
+    return Agreement.of(table, why_not=why, **repeats(trace))

@@ -128,14 +128,10 @@ class Verification(Errors):
         """The keys of `tltlab verify --json`."""
         foreseen = self.rows[self.rows["forecast_s"].notna()]
         within = foreseen["measured_s"].between(foreseen["forecast_low_s"], foreseen["forecast_high_s"])
-        figures = {
-            "median_error_at_step_time": self.median_error_at_step_time,
-            "worst_step": self.worst_step,
+        names = ("median_error_at_step_time", "worst_step", "repeat_spread", "repeat_bias", "note")
+        figures = {name: getattr(self, name) for name in names} | {
             "forecast_median_error": finite((foreseen["forecast_s"] / foreseen["measured_s"] - 1).abs().median()),
             "forecast_coverage": finite(within.mean()),
-            "repeat_spread": self.repeat_spread,
-            "repeat_bias": self.repeat_bias,
-            "note": self.note,
         }
         return self.judged(super().json() | figures)
 
@@ -180,8 +176,7 @@ def verify(
         for step in reversed(chosen)
     ]
     rows = pd.DataFrame(list(side_by_side(tasks, jobs=jobs))[::-1])
-    bias, spread = repeats(trace)
-    return Verification(rows=rows, repeat_spread=spread, repeat_bias=bias, note=_NOTE if of_parts else None)
+    return Verification(rows=rows, note=_NOTE if of_parts else None, **repeats(trace))
 
 
 _NOTE = (
@@ -262,7 +257,15 @@ class RecordedRun:
 
     @cached_property
     def overhead_s(self) -> pd.Series[float]:
-        return overhead_s(self.trace)
+        """Seconds of each RL step's rollout beside its busiest worker's iterations: calls, starts, collecting."""
+        if (self.trace.outcomes["turn"] > 0).any():
+            # Between its iterations a worker waits for tools, which a simulation of turns has too.
+            rows = self.iterations.assign(end=self.iterations["t_start"] + self.iterations["duration"])
+            ends = rows.groupby(["rl_step", "worker"])
+            busiest = ends["end"].max() - ends["t_start"].min()
+        else:
+            busiest = self.iterations.groupby(["rl_step", "worker"])["duration"].sum()
+        return pd.Series(metrics.rollout_s(self.trace), dtype=np.float64) - busiest.groupby("rl_step").max()
 
     @cached_property
     def drafters(self) -> dict[int, DrafterState]:
@@ -469,19 +472,6 @@ def single_shape(costs: LinearCosts, iterations: pd.DataFrame, policy: Policy) -
     if costs.per_token_s is not None or len(shapes) != 1 or shapes != policy_shapes:
         return costs
     return costs.model_copy(update={"per_token_s": 0.0, "sd_base_s": costs.sd_base_s or 0.0})
-
-
-def overhead_s(trace: Trace) -> pd.Series[float]:
-    """Seconds of each RL step's rollout beside its busiest worker's iterations: calls, starts, collecting responses."""
-    assert trace.iterations is not None
-    iterations = trace.iterations
-    if (trace.outcomes["turn"] > 0).any():
-        # Between its iterations a worker waits for tools, which a simulation of turns has too.
-        ends = iterations.assign(end=iterations["t_start"] + iterations["duration"]).groupby(["rl_step", "worker"])
-        busiest = (ends["end"].max() - ends["t_start"].min()).groupby("rl_step").max()
-    else:
-        busiest = iterations.groupby(["rl_step", "worker"])["duration"].sum().groupby("rl_step").max()
-    return pd.Series(metrics.rollout_s(trace), dtype=np.float64) - busiest
 
 
 def with_engine_tool_times(trace: Trace) -> Trace:

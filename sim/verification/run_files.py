@@ -82,15 +82,15 @@ def _by_name(trace: Trace) -> dict[int, tuple[str, Policy]]:
     return set_at
 
 
-def repeats(trace: Trace) -> tuple[float | None, float | None]:
-    """Slowdown of a repeated rollout, and its spread; None without repeats."""
+def repeats(trace: Trace) -> dict[str, float]:
+    """The `repeat_bias` of `Errors`, the slowdown of repeated rollouts, and their `repeat_spread`; {} without any."""
     file = _beside(trace, "repeats.json", _Repeats)
     twice = [] if file is None else [r for r in file.repeats if r.same_tokens]
     if not twice:
-        return None, None
+        return {}
     ratios = np.array([r.repeat_s / r.rollout_s for r in twice])
     typical = float(np.median(ratios))
-    return typical - 1, float(np.median(np.abs(ratios / typical - 1)))
+    return {"repeat_bias": typical - 1, "repeat_spread": float(np.median(np.abs(ratios / typical - 1)))}
 
 
 class _RunFile(BaseModel):
