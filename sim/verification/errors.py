@@ -50,6 +50,13 @@ class Errors:
             "steps": json.loads(self.rows.to_json(orient="records")),
         }
 
+    @property
+    def number(self) -> str:
+        """The errors beside their goal, in a sentence."""
+        met = "met" if self.median_error <= self.goal else "missed"
+        errors = f"{self.median_error:.1%} off in the median, {self.worst_error:.1%} at worst"
+        return f"Predicted times are {errors}; the goal of {self.goal:.1%} is {met}."
+
     def judged(self, figures: Json) -> Json:
         """Return figures with the goal, whether it is met, and the `verdict`: the errors, why, and what to do next."""
         met, twice = self.median_error <= self.goal, "no rollout was run twice"
@@ -60,10 +67,7 @@ class Errors:
             # The format of a number refuses None.
             with suppress(TypeError):
                 why.append(sentence.format_map(figures))
-        verdict = (
-            f"Predicted times are {self.median_error:.1%} off in the median, {self.worst_error:.1%} at worst; the goal "
-            f"of {self.goal:.1%} is {'met' if met else 'missed'}.\nWhy: {'; '.join(why)}.\nNext: {self.advice[met]}"
-        )
+        verdict = f"{self.number}\nWhy: {'; '.join(why)}.\nNext: {self.advice[met]}"
         return {"goal": self.goal, "met": met, "verdict": verdict, **figures}
 
     def text(self, lists: Mapping[str, Sequence[str]] = {}) -> str:
