@@ -126,8 +126,7 @@ class Without:
         assert not unknown, f"no options named {', '.join(sorted(unknown))}"
         kept = {name: option for name, option in options.items() if name not in self.names}
         for name, change in self.options.items():
-            given = {each.name: getattr(change, each.name) for each in fields(Option)}
-            changed = {key: value for key, value in given.items() if value != getattr(Option, key)}
+            changed = {key: value for key, value in vars(change).items() if value != getattr(Option, key)}
             kept[name] = replace(kept[name], **changed)
         return kept
 

@@ -65,7 +65,8 @@ def what_if(
     check_writable(policy_out)
     with counting():
         answer = run(lengths, config, reading=reading, form=form)
-    result: Json = answer.json() | {"systems": json_rows(answer.systems), "figures": "simulated"}
+    rows = json_rows(answer.systems)
+    result: Json = answer.json() | {"systems": rows, "figures": "simulated"}
     result |= {key: answer.systems.attrs[key] for key in ("baseline", "num_gpus")}
     origin = made_by()
     result |= {
@@ -82,7 +83,6 @@ def what_if(
         save_figure(answer.plot(), out)
     elif out is not None:
         write_json(out, result)
-    rows = json_rows(answer.systems)
     lines = [what_if_text(answer), "", comparison_text(answer.systems, rows, sampled=answer.is_sampled)]
     lines += [f"wrote {path}" for path in (out, policy_out) if path is not None]
     best, training = answer.best, "needs a trained drafter" if answer.best.trained else "needs no training"

@@ -129,9 +129,8 @@ class Diagnosis:
         """
         recovered = {signature.code for signature in SIGNATURES if signature.recovers and is_over}
         problems = [finding for finding in self.findings if finding.severity == "problem"]
-        problems.sort(key=lambda finding: finding.code in recovered)
-        first = problems[:1]
-        return "".join(f"{'recovered' if each.code in recovered else 'PROBLEM'}: {each}" for each in first)
+        first = min(problems, key=lambda finding: finding.code in recovered, default=None)
+        return "" if first is None else f"{'recovered' if first.code in recovered else 'PROBLEM'}: {first}"
 
 
 def diagnose(run: str | Path | Trace) -> Diagnosis:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -170,9 +169,7 @@ def _with_drafting(trace: Trace, reading: Reading) -> Trace:
     steps = trace.steps if trace.manifest.kind == "imported" else None
     if steps is None or steps.get("accept_length", pd.Series(dtype=float)).isna().all():
         raise ConfigError(f"{trace.path or trace.manifest.source} has no log's accept lengths: leave out drafted")
-    other = copy(trace)
-    other.manifest = trace.manifest.model_copy(update={"drafting": reading.drafted})
-    return other
+    return trace.with_manifest(trace.manifest.model_copy(update={"drafting": reading.drafted}))
 
 
 def _records(source: Path | pd.DataFrame, form: Format, reader: Reader) -> Iterator[Records]:

@@ -69,7 +69,7 @@ def recorded_drafts(trace: Trace) -> tuple[pd.DataFrame, list[str]]:
     parts, skipped, periods = [], 0, iterations.groupby(["rl_step", "worker"], sort=True)
     for (rl_step, worker), rows in periods:
         requests = ordered[(ordered["rl_step"] == rl_step) & (ordered["worker"] == worker)]
-        part = _drafts_of(requests.reset_index(drop=True), rows.sort_values("iteration"), finishes)
+        part = _drafts_of(requests.reset_index(drop=True), rows, finishes)
         # Columns of an empty table are objects, and would make objects of the others.
         parts += [] if part is None or part.empty else [part]
         skipped += part is None
@@ -96,21 +96,17 @@ class AttributedBatch(NamedTuple):
     drafting: Flags
 
 
-def computed_tokens(outcomes: pd.DataFrame) -> Ints:
-    """Number of tokens that were computed for each response, those included that its client did not get."""
-    return np.asarray(outcomes["response_tokens"] + outcomes["discarded_tokens"].fillna(0), np.int64)
-
-
-def attributed_batches(lengths: Ints, iterations: pd.DataFrame) -> list[AttributedBatch] | None:
+def attributed_batches(responses: pd.DataFrame, iterations: pd.DataFrame) -> list[AttributedBatch] | None:
     """One worker's iterations that brought tokens, as they follow from its responses' lengths in order of admission.
 
-    `lengths` are `computed_tokens`, since a request runs until its client aborts it. `iterations` are its rows of one
-    RL step in order. None where the batches do not follow from the lengths.
+    Lengths have the tokens too that its client did not get, since a request runs until that aborts it. `iterations` are
+    the worker's rows of one RL step. None where the batches do not follow from the lengths.
     """
+    lengths = np.asarray(responses["response_tokens"] + responses["discarded_tokens"].fillna(0), np.int64)
     generated = np.zeros(len(lengths), np.int64)
     batches: list[AttributedBatch] = []
     names = [str(name) for name in iterations.columns]
-    for values in iterations.itertuples(index=False, name=None):
+    for values in iterations.sort_values("iteration").itertuples(index=False, name=None):
         row = dict(zip(names, values, strict=True))
         running = np.flatnonzero(generated < lengths)
         if len(running) != row["batch"]:
@@ -135,7 +131,7 @@ def attributed_batches(lengths: Ints, iterations: pd.DataFrame) -> list[Attribut
 
 def _drafts_of(requests: pd.DataFrame, iterations: pd.DataFrame, finishes: dict[Any, Floats]) -> pd.DataFrame | None:
     """One worker's drafts in one RL step; None where its batches do not follow from the lengths."""
-    batches = attributed_batches(computed_tokens(requests), iterations)
+    batches = attributed_batches(requests, iterations)
     if batches is None:
         return None
     group = list(zip(requests["rl_step"], requests["prompt_id"], strict=True))
@@ -224,7 +220,7 @@ def _iteration_times(outcomes: pd.DataFrame, iterations: pd.DataFrame | None) ->
     for worker, rows in iterations.groupby("worker", sort=True):
         responses = ordered[ordered["worker"] == worker]
         lengths = responses["response_tokens"].to_numpy(np.int64)
-        batches = attributed_batches(computed_tokens(responses), rows.sort_values("iteration"))
+        batches = attributed_batches(responses, rows)
         if batches is None:
             continue
         pieces: list[list[Floats]] = [[] for _ in lengths]
