@@ -267,11 +267,12 @@ class SynchronousRollouts(Rollouts):
             if not batch:
                 break
             numbers += [number for _, number in batch]
-            blank = [t for epoch, number in batch for t in self._blank(number, epoch)]
-            requests = [t.request(tools.rl_step, rollout.max_response_tokens) for t in blank]
+            begun = self._begun(batch, tools)
+            unfinished = [t for t in begun if t.finish_reason is None]
+            requests = [t.request(tools.rl_step, rollout.max_response_tokens) for t in unfinished]
             responses = rounds.generate(tools.share(requests))
             start = time.perf_counter()
-            trajectories = rewarded(self._extended(blank, responses, tools), tools)
+            trajectories = rewarded(self._extended(begun, responses, tools), tools)
             reward_s = time.perf_counter() - start
             epochs |= {t.key(tools.rl_step): t.epoch for t in trajectories}
             rewards |= rewards_by_key(trajectories, tools.rl_step)
@@ -289,6 +290,10 @@ class SynchronousRollouts(Rollouts):
             reward_s=reward_s,
             notes=self._take_drop_notes() + rounds.notes + self._notes(len(groups), len(numbers), rounds.num_rounds),
         )
+
+    def _begun(self, batch: Sequence[tuple[int, int]], tools: RolloutTools) -> list[Trajectory]:
+        """Return the responses to (epoch, prompt number), group by group, as engines get them: still empty."""
+        return [t for epoch, number in batch for t in self._blank(number, epoch)]
 
     def _useful(self, groups: Sequence[Sequence[Trajectory]]) -> set[int]:
         """Return the places of the groups to train on."""

@@ -126,7 +126,7 @@ class TrainedLengths:
     def load_state_dict(self, state: Fields) -> None:
         self._trained, self._dropped = (Counter(dict(map(tuple, state[name]))) for name in ("trained", "dropped"))
         self.num_dropped = state["num_dropped"]
-        self.wasted_tokens = state.get("wasted_tokens", 0)  # earlier versions wrote none
+        self.wasted_tokens = state["wasted_tokens"]
 
 
 class PartialRollouts(Rollouts):
@@ -286,8 +286,7 @@ class PartialRollouts(Rollouts):
         self._pending, self._lengths = [], TrainedLengths()
         if "pending" not in state:
             return
-        if "lengths" in state:  # earlier versions wrote none
-            self._lengths.load_state_dict(state["lengths"])
+        self._lengths.load_state_dict(state["lengths"])
         cap = self.recipe.rollout.max_response_tokens
         columns = load_ragged(folder / PENDING_FILE)
         tokens = iter(zip(*(columns[name] for name in _PER_TOKEN), strict=True))
@@ -309,14 +308,13 @@ class PartialRollouts(Rollouts):
                         token_ids=array("i", token_ids.tolist()),
                         logprobs=array("f", logprobs.tolist()),
                         token_versions=array("i", versions.tolist()),
-                        **sample | {"terms": tuple(sample.get("terms", ()))},  # earlier versions wrote none
+                        **sample | {"terms": tuple(sample["terms"])},
                     )
                 )
             longest = max((len(s.token_ids) for s in samples if s.finish_reason is None), default=0)
             if longest >= cap:
                 raise ConfigError(f"rollout.max_response_tokens = {cap} is below a response to continue, {longest}")
-            # Earlier versions wrote none.
-            pending.append(PartialGroup(number=number, samples=samples, needed=group.get("needed", len(samples))))
+            pending.append(PartialGroup(number=number, samples=samples, needed=group["needed"]))
         self._pending = pending
 
 

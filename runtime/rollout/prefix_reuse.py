@@ -16,17 +16,7 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import ReuseConfig
 
-from .collected import (
-    Collected,
-    Rollouts,
-    RolloutTools,
-    Rounds,
-    Trajectory,
-    load_ragged,
-    rewarded,
-    rewards_by_key,
-    save_ragged,
-)
+from .collected import Collected, RolloutTools, SynchronousRollouts, Trajectory, load_ragged, save_ragged
 
 EARLIER_FILE = "earlier-responses.safetensors"
 
@@ -53,7 +43,7 @@ def kept_prefix(now: np.ndarray, then: np.ndarray, leniency: float, draws: np.nd
     return int(rejected.argmax()) if rejected.any() else len(rejected)
 
 
-class ReusingRollouts(Rollouts):
+class ReusingRollouts(SynchronousRollouts):
     """Every RL step draws prompts_per_step groups; responses of an earlier epoch are continued, not redrawn.
 
     The trainer scores the last response to the same prompt and sample under the active policy, each token is kept by
@@ -73,53 +63,40 @@ class ReusingRollouts(Rollouts):
 
     def collect(self, tools: RolloutTools) -> Collected:
         """Roll out one RL step."""
-        rollout = self.recipe.rollout
-        batch = self.order.take(rollout.prompts_per_step)
-        size = rollout.group_size
-        slots = [(number, sample) for _, number in batch for sample in range(size)]
-        blank = [t for epoch, number in batch for t in self._blank(number, epoch)]
-
-        start = time.perf_counter()
-        earlier = [self._earlier.get((t.prompt.prompt_id, t.sample)) for t in blank]
-        visited = [(t.prompt.token_ids, e.token_ids.tolist()) for t, e in zip(blank, earlier, strict=True) if e]
-        scored = iter(tools.score(visited) if visited else [])
-        prefixes = [
-            t if e is None else self._prefix(slot, t, e, next(scored), tools)
-            for slot, t, e in zip(slots, blank, earlier, strict=True)
-        ]
-        score_s = time.perf_counter() - start
-
-        rounds = Rounds(tools)
-        unfinished = [t for t in prefixes if t.finish_reason is None]
-        requests = [t.request(tools.rl_step, rollout.max_response_tokens) for t in unfinished]
-        responses = rounds.generate(tools.share(requests))
-        start = time.perf_counter()
-        trajectories = rewarded(self._extended(prefixes, responses, tools), tools)
-        reward_s = time.perf_counter() - start
-
-        for t in trajectories:
+        collected = super().collect(tools)
+        for t in collected.trajectories:
             self._earlier[t.prompt.prompt_id, t.sample] = EarlierResponse(
                 token_ids=np.array(t.token_ids, np.int32),
                 logprobs=np.array(t.logprobs, np.float32),
                 truncated=t.truncated,
             )
-        return Collected(
-            groups=[trajectories[i : i + size] for i in range(0, len(trajectories), size)],
-            requests=rounds.requests,
-            parts=rounds.parts,
-            epochs={t.key(tools.rl_step): t.epoch for t in trajectories},
-            rewards=rewards_by_key(trajectories, tools.rl_step),
-            rollout_s=rounds.rollout_s,
-            reward_s=reward_s,
-            score_s=score_s,
-            notes=self._take_drop_notes() + _notes(earlier, prefixes),
-        )
+        # It scored after the rollout began, before the first round.
+        return replace(collected, rollout_s=collected.rollout_s - self._score_s, score_s=self._score_s)
+
+    def _begun(self, batch: Sequence[tuple[int, int]], tools: RolloutTools) -> list[Trajectory]:
+        """Return what the active policy keeps of the earlier responses, and empty ones where there are none."""
+        start = time.perf_counter()
+        blank = super()._begun(batch, tools)
+        earlier = [self._earlier.get((t.prompt.prompt_id, t.sample)) for t in blank]
+        visited = [(t.prompt.token_ids, e.token_ids.tolist()) for t, e in zip(blank, earlier, strict=True) if e]
+        scored = iter(tools.score(visited) if visited else [])
+        numbers = [number for _, number in batch for _ in range(self.recipe.rollout.group_size)]
+        prefixes = [
+            t if e is None else self._prefix(number, t, e, next(scored), tools)
+            for number, t, e in zip(numbers, blank, earlier, strict=True)
+        ]
+        self._kept = _notes(earlier, prefixes)
+        self._score_s = time.perf_counter() - start
+        return prefixes
+
+    def _notes(self, num_kept: int, num_asked: int, num_rounds: int) -> list[str]:
+        return self._kept
 
     def _prefix(
-        self, slot: tuple[int, int], blank: Trajectory, earlier: EarlierResponse, now: np.ndarray, tools: RolloutTools
+        self, number: int, blank: Trajectory, earlier: EarlierResponse, now: np.ndarray, tools: RolloutTools
     ) -> Trajectory:
         """Return the part of `earlier` that the active policy keeps, given its log-probs `now`, [N]."""
-        rng = np.random.default_rng([self.recipe.seed, tools.rl_step, *slot])
+        rng = np.random.default_rng([self.recipe.seed, tools.rl_step, number, blank.sample])
         num_tokens = len(earlier.token_ids)
         num = kept_prefix(now, earlier.logprobs, self.config.leniency, rng.random(num_tokens))
         whole = "length" if earlier.truncated else "stop"
