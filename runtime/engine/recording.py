@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from itertools import chain, count
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
@@ -28,7 +28,7 @@ from tltlab.traces.schema import Manifest, Row, columns, is_trace, key_columns
 
 from .control import Control
 from .guard import FAULTS, Guard
-from .requests import LiveRequest, Observer
+from .requests import LiveRequest, Observer, RlStepEnd
 from .tracker import NEWEST, Clock, EndedIterations, Iteration
 
 _Key = TypeVar("_Key")
@@ -60,10 +60,6 @@ def finish_reason_of(finish_reason: str | None, num_tokens: int) -> str:
 
 BRINGS_WEIGHTS = re.compile(r"(update|load|receive|sync|finish)\w*_(weight|param|state_dict)")
 """Methods of vLLM's workers that load new weights or end such an update: `reload_weights`, not `init_weights`."""
-
-
-RlStepEnd = Literal["update", "call", "gap"]
-"""What ends an RL step of requests without keys, see `Grouping`."""
 
 
 class Grouping:

@@ -20,7 +20,7 @@ from tltlab.records import Fields, Json
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import GraphPlan, parts_of, plan_graphs
-from tltlab.runtime.engine.recording import RlStepEnd
+from tltlab.runtime.engine.requests import RlStepEnd
 
 from . import OPTIONS, POLICY, RECORD, VARIABLES, attached, missing
 

@@ -101,7 +101,6 @@ def test_every_policy_meets_the_same_requests(trace):
         ({"acceptance": "0.5/0.6/0.4/0.1"}, ("0.5/0.6/0.4/0.1",)),
         ({"acceptance": "1.2/0.6/0.4/0.1"}, ("1.2/0.6/0.4/0.1",)),
         ({"acceptance": "nan/0.6/0.4/0.1"}, ("nan/0.6/0.4/0.1",)),
-        ({"acceptance": "ngram=0.8/0.6"}, ("ngram:4", "drafter", "ngram", 2)),
         ({"policies": "none,learned:8x4/48"}, ("learned:8x4/48",)),
         ({"policies": "none,typo:4"}, ("typo", "ngram")),
         ({"policies": "stock,stock"}, (STOCK,)),

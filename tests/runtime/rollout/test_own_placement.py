@@ -42,17 +42,17 @@ def names(shares):
 
 def test_earlier_lengths_place_rollouts_not_evaluations(pool):
     asked = [request(name, 0, [1, 2], 100) for name in ("a", "b", "c")]
-    assert names(pool.place(asked)) == [["a"], ["b", "c"]]
+    assert names(pool.share(asked, pool.placement)) == [["a"], ["b", "c"]]
     turns = (("a", 0, 10), ("b", 0, 15), ("b", 1, 9))
     ended = [response((0, name, 0, turn), [5] * tokens) for name, turn, tokens in turns]
     parts = [rolled(ended), rolled([response((0, "c", 0, 0), [5] * 90, finish_reason="abort")])]
     pool.remember([asked, []], parts)
     assert pool.lengths == {"a": [10], "b": [24]}, "of all turns, and of whole responses alone"
-    assert names(pool.place(asked)) == [["b"], ["c", "a"]]
+    assert names(pool.share(asked, pool.placement)) == [["b"], ["c", "a"]]
     assert names(pool.share(asked)) == [["a", "b"], ["c"]]
 
 
 def test_plan_that_loses_request_ends_run(pool):
     pool.placement.place = lambda *_: [[0], []]
     with refused(ConfigError, naming=("Longest", 2)):
-        pool.place([request("a", n, [1], 9) for n in range(2)])
+        pool.share([request("a", n, [1], 9) for n in range(2)], pool.placement)
