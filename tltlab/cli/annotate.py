@@ -27,7 +27,7 @@ from tltlab.options import command, option
 from tltlab.records import Json
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import Contents
-from tltlab.traces.storage import TableWriter, cannot_write, is_unfinished, new_trace_folder, table_writer, write_tables
+from tltlab.traces.storage import TableWriter, is_unfinished, new_trace_folder, table_writer, write_tables
 from tltlab.traces.trace import Trace
 
 FILE = "acceptance.parquet"
@@ -152,14 +152,11 @@ def _acceptance_file(source: Trace, path: Path, drafters: Mapping[str, DrafterTr
     The manifest describes `drafters` with other than the standard names.
     """
     described = source.manifest.model_copy(update={"drafters": {**source.manifest.drafters, **drafters}})
-    try:
-        with new_trace_folder(path) as folder:
-            parts = write_tables(folder, {name: table for name, table in source.tables.items() if name != "acceptance"})
-            with table_writer(folder / FILE, "acceptance", 0) as writer:
-                yield writer
-            Contents(manifest=described, parts=parts | {FILE: writer.sha256}).write(folder)
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    with new_trace_folder(path) as folder:
+        parts = write_tables(folder, {name: table for name, table in source.tables.items() if name != "acceptance"})
+        with table_writer(folder / FILE, "acceptance", 0) as writer:
+            yield writer
+        Contents(manifest=described, parts=parts | {FILE: writer.sha256}).write(folder)
 
 
 def _text(result: Json) -> str:

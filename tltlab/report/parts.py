@@ -549,9 +549,9 @@ def steps_rows(trace: Trace, per_step: Sequence[Fields]) -> list[Json]:
     rows = []
     for each in per_step:
         recorded, measured = by_step.get(each["rl_step"], {}), each["rollout_s"]
-        row = {**each} | {key: recorded.get(key) for key in ("policy", *_STAGES, "drift_kl", "drafter_updates")}
-        row |= {"reward": recorded.get("reward_mean")}
-        rows.append(row | {"tokens_per_s": row["num_tokens"] / measured if measured else None})
+        row = {key: recorded.get(key) for key in ("policy", *_STAGES, "drift_kl", "drafter_updates")}
+        per_s = each["num_tokens"] / measured if measured else None
+        rows.append({**each, **row, "reward": recorded.get("reward_mean"), "tokens_per_s": per_s})
     return rows
 
 

@@ -41,12 +41,11 @@ Size = Literal["page", "column", "talk"]
 
 
 class _Shape(NamedTuple):
-    """Width and, where it is fixed, height of a picture in inches; points of its type, of all where `is_uniform`."""
+    """Width and, where it is fixed, height of a picture in inches; points of its type, of all but a page's."""
 
     width_in: float
     height_in: float | None
     type_pt: float
-    is_uniform: bool
     most_in: float
     """Height of a trace's lanes together, at most."""
     lane_in: tuple[float, float]
@@ -55,9 +54,9 @@ class _Shape(NamedTuple):
 
 
 _SHAPES: dict[Size, _Shape] = {
-    "page": _Shape(10.0, None, 8.0, False, 3.2, (0.09, 0.32), 1.0),
-    "column": _Shape(85 / 25.4, None, 8.0, True, 1.1, (0.02, 0.16), 0.45),
-    "talk": _Shape(40 / 3, 7.5, 16.0, True, 3.2, (0.09, 0.32), 1.6),
+    "page": _Shape(10.0, None, 8.0, 3.2, (0.09, 0.32), 1.0),
+    "column": _Shape(85 / 25.4, None, 8.0, 1.1, (0.02, 0.16), 0.45),
+    "talk": _Shape(40 / 3, 7.5, 16.0, 3.2, (0.09, 0.32), 1.6),
 }
 
 
@@ -66,7 +65,7 @@ def to_perfetto(
     *,
     rl_step: int | Literal["all"] = "all",
     process: int = 1,
-    offsets: Mapping[int, float] | None = None,
+    offsets: Offsets | None = None,
 ) -> Json:
     """Slices (`ph` "X", times in microseconds) per lane, one track of RL steps, a counter of the running requests.
 
@@ -91,7 +90,8 @@ def to_perfetto(
         tid, category = tracks.setdefault(track, len(tracks) + 1), name.split(" ")[0]
         event = {"ph": "X", "pid": process, "tid": tid, "name": name, "cat": category}
         event |= {"ts": start_s * _US, "dur": (end_s - start_s) * _US}
-        events.append(event | ({"args": args} if args else {}))
+        known = {name: value for name, value in args.items() if not pd.isna(value)}
+        events.append(event | ({"args": known} if known else {}))
 
     def named(tid: int, kind: str, **args: Any) -> Json:
         return {"ph": "M", "pid": process, "tid": tid, "name": kind, "args": args}
@@ -99,16 +99,17 @@ def to_perfetto(
     rollouts = {step: d for step, d in metrics.rollout_s(trace).items() if step in shift and d is not None}
     for step, duration in rollouts.items():
         rollout = trace.select([step])
-        facts = {"bubble_fraction": metrics.bubble_fraction(rollout), "tail_fraction": metrics.tail_fraction(rollout)}
-        arguments = {name: value for name, value in facts.items() if value is not None}
-        add(_STEPS, f"rollout {step}", shift[step], shift[step] + duration, **arguments)
+        add(
+            _STEPS, f"rollout {step}", shift[step], shift[step] + duration,
+            bubble_fraction=metrics.bubble_fraction(rollout), tail_fraction=metrics.tail_fraction(rollout),
+        )  # fmt: skip
     for lane, kind, start_s, end_s in segments.itertuples(index=False):
         add(lane, kind, start_s, end_s)
     for step in shift:
         rows = trace.table("iterations", rl_step=step)
         for row in [] if rows is None else rows.to_dict("records"):
             start_s = shift[step] + row["t_start"]
-            args = {name: row[name] for name in _LOOKS["iteration"] if not pd.isna(row[name])}
+            args = {name: row[name] for name in _LOOKS["iteration"]}
             add(f"worker {row['worker']} iterations", "iteration", start_s, start_s + row["duration"], **args)
         events += _counter(trace, step, shift[step], process)
     whole = f"{trace.manifest.name or 'trace'} ({trace.manifest.kind})"
@@ -166,10 +167,13 @@ def timeline(
         raise ConfigError(f"size is {size!r}; there are {', '.join(_SHAPES)}")
     traces = [read(getattr(each, "trace", each)) for each in (trace, compare) if each is not None]
     chosen = median_step(*traces) if rl_step is None else rl_step
-    offsets: Offsets = {} if chosen == "all" else {chosen: 0.0}
-    if chosen == "all":
-        alone = len(traces) == 1 and not rollout_only
-        offsets = step_offsets(*traces) if alone else aligned_offsets(*traces, rollout_only=rollout_only)
+    offsets: Offsets
+    if chosen != "all":
+        offsets = {chosen: 0.0}
+    elif len(traces) == 1 and not rollout_only:
+        offsets = step_offsets(*traces)
+    else:
+        offsets = aligned_offsets(*traces, rollout_only=rollout_only)
     names = title if isinstance(title, tuple) else (title, None)
     drawn = [(shown, lanes(shown, chosen, offsets=offsets, rollout_only=rollout_only)) for shown in traces]
     heights: list[float] = []
@@ -193,7 +197,7 @@ def timeline(
         above, below = grid[2 * number, 0], grid[2 * number + 1, 0]
         lane_pt = 72 * heights[2 * number] / segments["lane"].nunique() * height_in / natural_in
         _draw_lanes(above, segments, end_s, most_names=lane_pt / (1.15 * shape.type_pt))
-        _draw_running(below, shown, offsets, end_s, 0.6 if shape.is_uniform else 0.2)
+        _draw_running(below, shown, offsets, end_s, 0.2 if size == "page" else 0.6)
         _shade_tails(above, shown, offsets)
         above.set_title(titles[number], loc="left", fontsize=10)
     most = max(axes.get_ylim()[1] for axes in grid[1::2, 0])
@@ -202,7 +206,7 @@ def timeline(
     grid[-1, 0].set_xlim(0.0, end_s)
     grid[-1, 0].set_xlabel(_time_label(chosen, aligned=len(traces) > 1, rollout_only=rollout_only), fontsize=9)
     _legend(figure, kinds, columns)
-    if shape.is_uniform:
+    if size != "page":
         for axes in grid.flat:
             axes.tick_params(labelsize=shape.type_pt)
         for text in figure.findobj(Text):

@@ -92,8 +92,7 @@ def run_page(source: Path, *, verify: bool) -> Page:
 def verdict(trace: Trace, diagnosis: Diagnosis | TltlabError) -> str:
     """Summary of a run in a few sentences, its first problem before all; empty where no times are known."""
     idle, tail = metrics.bubble_fraction(trace, idle=True), metrics.tail_fraction(trace)
-    problem = "" if isinstance(diagnosis, TltlabError) else diagnosis.headline()
-    sentences = [problem] if problem else []
+    sentences = [] if isinstance(diagnosis, TltlabError) else [diagnosis.headline()]
     if idle is not None and tail is not None:
         sentences.append(
             f"Workers were idle for {idle:.0%} of the rollouts' time, and for {tail:.0%} of it fewer than 1/8 of the "
@@ -103,7 +102,7 @@ def verdict(trace: Trace, diagnosis: Diagnosis | TltlabError) -> str:
         sentences.append(f"Speculative iterations gave {accept:.2f} tokens per request.")
     if len(rewards := _rewards(trace)) > 1:
         sentences.append(f"The mean reward went from {rewards[0]:.3f} to {rewards[-1]:.3f}.")
-    return " ".join(sentences)
+    return " ".join(filter(None, sentences))
 
 
 def _rewards(trace: Trace) -> list[float]:

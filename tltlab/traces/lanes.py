@@ -33,9 +33,6 @@ def lanes(
     Raises TraceError where the trace has no times, or no such RL step.
     """
     places = step_offsets(trace) if offsets is None else offsets
-    if rl_step != "all" and rl_step not in trace.rl_steps:
-        span = f"{trace.rl_steps[0]}..{trace.rl_steps[-1]}" if trace.rl_steps else "none"
-        raise TraceError(f"{trace.path or 'this trace'} has no RL step {rl_step}: it has {span}")
     steps = trace.rl_steps if rl_step == "all" else [rl_step]
     if not steps:
         raise TraceError(f"{trace.path or 'this trace'} has no RL step with a whole response")

@@ -157,7 +157,7 @@ class StoredTable(TraceTable):
         return MemoryTable(self.name, self.part(rl_steps).table).load(None)
 
     def part(self, rl_steps: Sequence[int] | None) -> TablePart:
-        index = self._index if rl_steps is None else self._index[np.isin(self._index[:, 2], rl_steps)]
+        index = self._index if rl_steps is None else self.select(rl_steps)._index
         parts = [self._rows(self._files[number], index[index[:, 0] == number]) for number in np.unique(index[:, 0])]
         return TablePart.joined(self.name, parts)
 
@@ -346,17 +346,20 @@ def new_trace_folder(path: Path, *, repairs: bool = False) -> Iterator[Path]:
     """A folder to fill; where the block ends well it takes the place of the trace at `path` in one move.
 
     Raises ConfigError where `path` is something that is no trace, or a recording that was not closed unless this
-    `repairs` it; OSError where the disk refuses.
+    `repairs` it; InputError where the disk refuses.
     """
-    refuse_foreign_target(path)
-    if not repairs and is_unfinished(path):
-        raise ConfigError(
-            f"{path}: a recording is there, in progress or interrupted; 'tltlab trace repair {path}' ends it, or name "
-            "another place"
-        )
-    with new_folder(path, durable=True) as new:
-        yield new
-        carry_over(path, new)
+    try:
+        refuse_foreign_target(path)
+        if not repairs and is_unfinished(path):
+            raise ConfigError(
+                f"{path}: a recording is there, in progress or interrupted; 'tltlab trace repair {path}' ends it, or "
+                "name another place"
+            )
+        with new_folder(path, durable=True) as new:
+            yield new
+            carry_over(path, new)
+    except OSError as error:
+        raise InputError(f"cannot write the trace {path}: {error.strerror or error}") from error
 
 
 def _fixed_bytes(name: str) -> float:
@@ -406,8 +409,3 @@ def carry_over(old: Path, new: Path) -> None:
             else:
                 shutil.copy2(item, new / item.name, follow_symlinks=False)
             fsync_tree(new / item.name)
-
-
-def cannot_write(path: Path, error: OSError) -> InputError:
-    """The error of a trace that cannot be written."""
-    return InputError(f"cannot write the trace {path}: {error.strerror or error}")

@@ -25,7 +25,6 @@ from .storage import (
     ReadTable,
     StoredTable,
     TraceTable,
-    cannot_write,
     frame_to_arrow,
     new_trace_folder,
     refuse_damaged,
@@ -195,11 +194,8 @@ class Trace:
         not closed, unless this `repairs` it.
         """
         path = Path(path)
-        try:
-            with new_trace_folder(path, repairs=repairs) as new:
-                Contents(manifest=self.manifest, parts=write_tables(new, self.tables)).write(new)
-        except OSError as error:
-            raise cannot_write(path, error) from error
+        with new_trace_folder(path, repairs=repairs) as new:
+            Contents(manifest=self.manifest, parts=write_tables(new, self.tables)).write(new)
         return path
 
     def __repr__(self) -> str:
@@ -228,7 +224,10 @@ def read(path: str | Path) -> Trace:
     are loaded when they are used, at once where a recording continues or several are merged; the check itself streams.
     """
     place = locate(path)
-    if place.is_dir() and not (place / MANIFEST_FILE).exists():
+    if not (place / MANIFEST_FILE).exists():
+        check_source(place)
+        if not place.is_dir():
+            raise TraceError(f"{place}: a file; a trace is a folder")
         place = _only_run(place)
     trace = read_one(place)
     engines = _engines(place, trace)
@@ -290,7 +289,7 @@ def _engines(first: Path, trace: Trace) -> list[Trace]:
 def read_one(place: Path) -> Trace:
     """Read and check the trace that is at this very place, as `read` does."""
     while True:
-        contents = _contents(place)
+        contents = Contents.read(place)
         goes_on = contents.unfinished and in_progress(place)
         try:
             trace, notes = open_trace(place, contents), list[str]()
@@ -361,16 +360,6 @@ def check_tables(trace: Trace) -> None:
     for rl_steps in _chunks(trace.tables):
         parts = {name: table.part(rl_steps) for name, table in trace.tables.items()}
         check(parts, trace.manifest.without_iterations)
-
-
-def _contents(path: Path) -> Contents:
-    """The contents of the manifest of the trace at `path`. Raises TraceError where there is no trace."""
-    if not (path / MANIFEST_FILE).exists():
-        check_source(path)
-        if not path.is_dir():
-            raise TraceError(f"{path}: a file; a trace is a folder")
-        raise TraceError(f"{path}: no {MANIFEST_FILE} in it, so this is not a trace")
-    return Contents.read(path)
 
 
 def open_trace(path: Path, contents: Contents) -> Trace:

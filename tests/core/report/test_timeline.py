@@ -122,7 +122,7 @@ def test_the_default_is_the_median_rl_step():
     longer, shorter = recorded(num_steps=3), recorded(num_steps=1)
     assert (median_step(longer), median_step(longer, shorter)) == (1, 0)
     assert "RL step 1" in timeline(longer).axes[0].get_title(loc="left")
-    with refused(TraceError, naming=("2", "0..0")):
+    with refused(TraceError, naming=("2", "0")):
         timeline(longer, compare=shorter, rl_step=2)
     with refused(TraceError):
         timeline(longer.select([1]), compare=shorter)
