@@ -64,7 +64,7 @@ from tltlab.state import DrafterState
 
 from .group import LOOPBACK, RendezvousServer
 from .heads.head import host_copies
-from .heads.kinds import check_fit, new_head
+from .heads.kinds import new_head
 from .heads.layouts import load_head
 from .training import TrainingPeriod, pooled
 from .worker import SpotTrainer, TrainerPlacement, TrainerReport
@@ -406,7 +406,6 @@ def drafter_of(recipe: Recipe, policy: Policy, out: Path, events: RunEvents) -> 
                 f"{config.checkpoint} is an {head.method} head, and drafter.loss trains one of method "
                 f"{config.loss.method}"
             )
-        check_fit(head, config.checkpoint, recipe.model)
     run = DrafterRun(config, recipe, out / "drafter", events)
     specs = drafters_of(recipe, policy, run.head)
     DrafterPool(specs, recipe.rollout.max_draft_depth)

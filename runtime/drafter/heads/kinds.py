@@ -1,4 +1,4 @@
-"""Fresh drafter heads, their initial fit: `fit_inputs`, and whether a head is for a target.
+"""Fresh drafter heads, and their initial fit: `fit_inputs`.
 
 The first task of a fresh EAGLE head is nearly linear: the target's next state given its last one and the token between.
 Least squares solves it in one pass over a few sequences, before any update. EAGLE-3 heads start from random weights and
@@ -68,17 +68,3 @@ def fit_inputs(head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch) -> N
     head.fc.weight.copy_(torch.linalg.solve(gram, x.T @ batch.next_hidden.float()).T)
     head.layer.self_attn.o_proj.weight.mul_(0.1)
     head.layer.mlp.down_proj.weight.mul_(0.1)
-
-
-def check_fit(head: DrafterHead, folder: str | Path, target_folder: str | Path) -> None:
-    """Raise ConfigError where the head of a folder is for a target of another shape."""
-    target = read_config(target_folder)
-    for name in ("hidden_size", "vocab_size"):
-        of_head, of_target = getattr(head.config, name), getattr(target, name)
-        if of_head != of_target:
-            raise ConfigError(f"{folder} is for a target with {name} {of_head}, {target_folder} has {of_target}")
-    if max(head.aux_layers, default=0) > target.num_hidden_layers:
-        raise ConfigError(
-            f"{folder} reads layer {max(head.aux_layers)} of its target, "
-            f"{target_folder} has {target.num_hidden_layers} layers"
-        )

@@ -40,18 +40,21 @@ def load_head(name: str | Path, *, target: str | Path | None = None) -> DrafterH
 
     Its copies of the `target`'s embedding and LM head are dropped; the LM head stays where it differs from the target's
     or no target is given. The head's context is as long as the target's. An EAGLE-3 head without a list of the target's
-    layers reads the default ones. ConfigError for a checkpoint that is missing, broken or of another kind.
+    layers reads the default ones. ConfigError for a checkpoint that is missing, broken or of another kind, or for a
+    target of another shape.
     """
     folder = local_folder(name)
     config = _read_config(folder)
     if config.get("architectures") == [MTP_ARCHITECTURE]:
         mtp = MtpHead(LlamaConfig.from_dict(config))
+        _check_fit(name, mtp.config, target)
         mtp.take_weights(name, {f"model.{key}": value for key, value in _read_weights(folder).items()})
         return mtp
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise ConfigError(f"{name}: a drafter of kind {kind!r} cannot be read; eagle and eagle3 can")
     layer = _layer_config(name, config if kind is None else config.get("transformer_layer_config"))
+    _check_fit(name, layer, target)
     if target is not None:
         # Released configs have 2,048, where vLLM would stop drafting; it must stay where positions scale with it.
         positions = int(read_config(target).max_position_embeddings)
@@ -77,6 +80,8 @@ def load_head(name: str | Path, *, target: str | Path | None = None) -> DrafterH
             if verifier is None:
                 raise ConfigError(f"{name} does not list the layers of its target that it reads: name the target")
             aux_layers = default_aux_layers(read_config(verifier).num_hidden_layers)
+        if target is not None and max(aux_layers) > (depth := read_config(target).num_hidden_layers):
+            raise ConfigError(f"{name} reads layer {max(aux_layers)} of its target, {target} has {depth} layers")
         # vLLM's defaults for a config without these fields.
         flags = {"norm_before_residual": kind is not None} | config
         head = Eagle3Head(
@@ -134,6 +139,16 @@ def _layer_config(name: str | Path, fields: Any) -> LlamaConfig:
     if "sliding_attention" in (fields.get("layer_types") or ()):
         raise ConfigError(f"{name}: its layer attends to a sliding window, which cannot be trained")
     return config
+
+
+def _check_fit(name: str | Path, head: LlamaConfig, target: str | Path | None) -> None:
+    """Raise ConfigError where a head's config is for a target of another shape."""
+    if target is not None:
+        config = read_config(target)
+        for field in ("hidden_size", "vocab_size"):
+            of_head, of_target = getattr(head, field), getattr(config, field)
+            if of_head != of_target:
+                raise ConfigError(f"{name} is for a target with {field} {of_head}, {target} has {of_target}")
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

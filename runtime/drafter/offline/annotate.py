@@ -25,7 +25,6 @@ from tltlab.arrays import Bytes
 from tltlab.errors import ConfigError
 from tltlab.records import frozen
 from tltlab.runtime.drafter.heads.head import DrafterHead
-from tltlab.runtime.drafter.heads.kinds import check_fit
 from tltlab.runtime.drafter.heads.layouts import is_head, load_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.traces.drafts import RecordedResponse
@@ -58,7 +57,6 @@ def learned_annotator(method: str, model: str, target: str | None) -> TeacherFor
     head = load_head(model, target=target)
     if method not in ("head", head.method):
         raise ConfigError(f"{model} holds a head of method {head.method!r}, not {method!r}")
-    check_fit(head, model, target)
     verifier, _ = load_target(target)
     head.to(verifier.device, verifier.dtype).eval()
     return TeacherForced(vocabulary=verifier.config.vocab_size, kept=partial(kept_by_head, head, verifier))

@@ -22,7 +22,6 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json, write_json
 from tltlab.records import Json, frozen
 from tltlab.runtime.drafter.heads.head import DrafterHead, Eagle3Head
-from tltlab.runtime.drafter.heads.kinds import check_fit
 from tltlab.runtime.drafter.heads.layouts import load_head, verifier_of
 from tltlab.runtime.drafter.heads.target import WEIGHTS_FILE, FrozenTarget, local_folder, read_config
 from tltlab.runtime.engine.vllm.stock import StockEngine, StockRun
@@ -110,7 +109,6 @@ def export_drafter(
                 f"{source.head} is an MTP layer, which vLLM reads with its model: put the weights of its "
                 "model.safetensors in place of those that the model's own files have by these names"
             )
-        check_fit(head, source.head, source.target)
         frozen = FrozenTarget.from_folder(source.target)
         write_checkpoint(head, frozen, source.target, folder, config.depth)
         prompts = _prompts(source, config)

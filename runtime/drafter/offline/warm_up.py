@@ -16,7 +16,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.files import write_json
 from tltlab.records import Json
 from tltlab.runtime.drafter.heads.head import DrafterHead
-from tltlab.runtime.drafter.heads.kinds import check_fit, fit_inputs, new_head
+from tltlab.runtime.drafter.heads.kinds import fit_inputs, new_head
 from tltlab.runtime.drafter.heads.layouts import load_head
 from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget, read_config
@@ -122,7 +122,6 @@ def _head(model: Path, config: WarmUpConfig) -> DrafterHead:
         raise ConfigError(
             f"{config.head} holds an {head.method} head, and {config.loss.kind} trains {config.loss.method} heads"
         )
-    check_fit(head, config.head, model)
     return head
 
 

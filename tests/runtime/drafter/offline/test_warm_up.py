@@ -251,7 +251,8 @@ def test_what_fails_leaves_nothing_behind(target, random_model, data, tmp_path):
 
 
 def test_wrong_input_is_refused_and_nothing_is_written(target, data, tmp_path):
-    new_head(target, "eagle3", 0).save(tmp_path / "eagle3")
+    for method in ("eagle", "eagle3"):
+        new_head(target, method, 0).save(tmp_path / method)
     for name in ("narrow", "full"):
         (tmp_path / name).mkdir()
     shape = json.loads((target / "config.json").read_text())
@@ -268,7 +269,7 @@ def test_wrong_input_is_refused_and_nothing_is_written(target, data, tmp_path):
         (target, words, out, config(texts=TextConfig(chat=True)), ("chat template",)),
         (target, data, out, config(head=str(tmp_path / "eagle3")), ("an eagle3", "eagle heads")),
         (target, data, out, config(head=str(tmp_path / "small")), ("hidden_size", 32)),
-        (target, data, out, config("eagle3", head=str(tmp_path / "small")), ("an eagle", "eagle3 heads")),
+        (target, data, out, config("eagle3", head=str(tmp_path / "eagle")), ("an eagle", "eagle3 heads")),
         (target, data, out, config(head=str(tmp_path / "nowhere")), ("nowhere",)),
         (target, data, tmp_path / "full", config(), (tmp_path / "full",)),
     ]
