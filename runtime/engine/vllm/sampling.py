@@ -54,14 +54,14 @@ def fix_top_k_without_drafts() -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
 
     @replacing(topk_topp_sampler, "apply_top_k_only")
-    def apply_top_k_only(stock, logits: torch.Tensor, k: torch.Tensor):
+    def apply_top_k_only(stock: Any, logits: torch.Tensor, k: torch.Tensor) -> Any:
         return logits if logits.shape[0] == 0 else stock(logits, k)
 
 
 _NONE, _NONE_BESIDE = ("min_p", "logit_bias"), ("logprob_token_ids", "thinking_token_budget")
 
 
-def drafting_of(params) -> Drafting:
+def drafting_of(params: Any) -> Drafting:
     """Return the drafts that a request of these `SamplingParams` may have.
 
     vLLM's V1 sampler (0.26 to 0.33) does not apply `min_p` and `logit_bias` to drafted tokens. With drafts it fails for
@@ -84,14 +84,14 @@ def sample_beside_drafts() -> None:
     from vllm.v1.worker import gpu_model_runner
 
     @replacing(InputProcessor, "__init__")
-    def start(stock, self, *args, **kwargs) -> None:
+    def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         if guarded_call(self, has_option, self.vllm_config, "policy", otherwise=False):
             # Used only to validate requests.
             self.speculative_config = None
 
     @replacing(gpu_model_runner, "build_logitsprocs")
-    def build_logitsprocs(stock, vllm_config, *args, **kwargs):
+    def build_logitsprocs(stock: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = has_option(vllm_config, "policy")
         with replaced(vllm_config, "speculative_config", None) if hidden else nullcontext():
             return stock(vllm_config, *args, **kwargs)
@@ -111,7 +111,7 @@ def synthetic_rejection(rates: Sequence[float]) -> dict[str, Any]:
     return {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(rates)}
 
 
-def set_rates(sampler, rates: Sequence[float]) -> None:
+def set_rates(sampler: Any, rates: Sequence[float]) -> None:
     """Set other rates in a rejection sampler that `synthetic_rejection` started, 0 at all further positions."""
     conditional = [rate / before if before else 0.0 for rate, before in zip(rates, (1.0, *rates), strict=False)]
     held = sampler.synthetic_conditional_rates
@@ -120,7 +120,7 @@ def set_rates(sampler, rates: Sequence[float]) -> None:
 
 
 def _rejection_sample(
-    stock,
+    stock: Any,
     draft_token_ids: torch.Tensor,
     num_draft_tokens: list[int],
     max_spec_len: int,
@@ -128,10 +128,10 @@ def _rejection_sample(
     draft_probs: torch.Tensor | None,
     target_logits: torch.Tensor,
     bonus_token_ids: torch.Tensor,
-    sampling_metadata,
+    sampling_metadata: Any,
     synthetic_mode: bool = False,
     synthetic_conditional_rates: torch.Tensor | None = None,
-    **more,
+    **more: Any,
 ) -> torch.Tensor:
     """vLLM's `rejection_sample` with a synthetic mode: [B, max_spec_len + 1] tokens, in no less time than without."""
     arguments = (draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits)
