@@ -7,12 +7,15 @@ A scheduler calls `Control`, which holds requests and drafters, the policy in a 
     scheduled          the batch and the choice that it verifies are known; choose for the next iteration
     sampled            output: accepted tokens go to requests, drafters and the tracker
     drafts             drafts for the next iteration, by the choice made in `scheduled`
+
+Under asynchronous scheduling an iteration is `scheduled` before the one before it is `sampled`, and `late_drafts`, in
+place of `drafts`, come between the two.
 """
 
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import cast
@@ -30,7 +33,7 @@ from tltlab.records import Json
 from tltlab.state import Choice, RequestState, StepOutcome, StepState, recent_acceptance
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .drafter_pool import DrafterPool, ResponseTokens
+from .drafter_pool import Ahead, DrafterPool, ResponseTokens
 from .guard import Guard, notify
 from .requests import BatchRequests, Drafting, LiveRequest, Observer
 from .tracker import Clock, Iteration, IterationTracker, SampledTokens, Stopwatch
@@ -301,6 +304,12 @@ class Control:
         )
 
     @property
+    def reserved_depth(self) -> int:
+        """Most tokens of a draft by the active strategy, made here or in the engine's workers."""
+        strategy = self.tracker.in_force.strategy
+        return strategy.reach if self.drafters.asks_host(strategy) else self.drafters.worker_depth(strategy)
+
+    @property
     def drafts_fit(self) -> bool:
         """True if no draft of the active strategy needs trimming, by the budget or by a request's length limit."""
         return self._least_room >= self.tracker.in_force.strategy.reach and isinstance(
@@ -354,6 +363,34 @@ class Control:
                 made = dict(zip(places, drafts, strict=True))
                 drafts = [made.get(n) or [] for n in range(len(request_ids))]
         self.tracker.drafted(since_s, learned_s or 0.0, late_s)
+        return drafts
+
+    def late_drafts(self, wait: Callable[[], Ahead], places: Mapping[str, int]) -> dict[str, list[int]]:
+        """Return drafts for the iteration scheduled last, of at most `places` tokens for each of its requests.
+
+        `wait` returns each request's tokens of the iteration before, which are in no output yet, without requests that
+        end with them. A draft that the workers have made is [-1, ...]; there is none where they make all.
+        """
+        iteration = self.tracker.in_flight[-1]
+        strategy = iteration.verified.strategy
+        if not self.drafters.asks_host(strategy):
+            return {}
+        ahead = wait()
+        with self.drafting:
+            iteration.late_s += self.drafters.feed(strategy, self._turn, self.tracker.clock, self.live.values(), ahead)
+            if self.drafters.behind(strategy):
+                iteration.verified = replace(iteration.verified, learns=False)
+            depths: list[tuple[Key, int]] = []
+            names: list[str] = []
+            for name, tokens in ahead.items():
+                if (live := self.live.get(name)) is not None:
+                    room = live.max_response_tokens - len(live.output) - len(tokens) - 1
+                    if room > 0:
+                        depths.append((live.key, min(places[name], room)))
+                        names.append(name)
+            makers, made = self.drafters.propose(strategy, depths, [[-1] * depth for _, depth in depths])
+        drafts = {name: draft for name, draft in zip(names, made, strict=True) if draft}
+        iteration.drafts, iteration.drafters = drafts, dict(zip(names, makers, strict=True))
         return drafts
 
     def _draft_orders(self, request_ids: Sequence[str], strategy: Strategy) -> _DraftOrders:
@@ -417,7 +454,7 @@ class Control:
             live.drafted += drafted
             live.accepted += accepted
             live.recent_acceptance = recent_acceptance(live.recent_acceptance, float(accepted))
-            verified[live.drafter or drafter].append((live.key, drafted, accepted))
+            verified[iteration.drafters.get(name) or live.drafter or drafter].append((live.key, drafted, accepted))
         for name, drafts in verified.items():
             self.drafters.observe(name, drafts)
             # Where training predicted an acceptance, the canary compares with that.

@@ -31,6 +31,11 @@ from .tracker import Clock
 ResponseTokens = tuple[Key, Sequence[int], Sequence[int]]
 """A key, the tokens of its prompt and the tokens of its response so far."""
 
+Ahead = Mapping[str, Sequence[int]]
+"""By request name, tokens that it has and that are not in its output yet."""
+
+NOTHING_AHEAD: Ahead = {}
+
 _ESTIMATE_WEIGHT = 0.02
 """Weight of the newest draft in a drafter's mean of accepted tokens: about the last fifty drafts count."""
 
@@ -77,11 +82,13 @@ class _Feed:
         live.shown[self.name] = 0
         self.drafter.open(live.key, live.prompt)
 
-    def feed(self, lives: Iterable[LiveRequest]) -> None:
-        """Show the drafter what requests have generated since."""
+    def feed(self, lives: Iterable[LiveRequest], ahead: Ahead) -> None:
+        """Show the drafter what requests have generated since, tokens `ahead` of their output included."""
         for live in lives:
-            shown = live.shown[self.name]
-            if new := live.output[shown:]:
+            shown, new = live.shown[self.name], live.output[live.shown[self.name] :]
+            if more := ahead.get(live.name):
+                new = [*new, *more[max(shown - len(live.output), 0) :]]
+            if new:
                 self.drafter.extend(live.key, new)
                 live.shown[self.name] = shown + len(new)
 
@@ -220,7 +227,13 @@ class DrafterPool(Mapping[str, DrafterState]):
             return 0
         return strategy.reach
 
-    def feed(self, strategy: Strategy, turn: int, clock: Clock, lives: Collection[LiveRequest]) -> float:
+    def asks_host(self, strategy: Strategy) -> bool:
+        """Return True if drafts of `strategy` may be made here in the present state."""
+        return strategy.speculates and bool(self._candidates(strategy.drafter))
+
+    def feed(
+        self, strategy: Strategy, turn: int, clock: Clock, lives: Collection[LiveRequest], ahead: Ahead = NOTHING_AHEAD
+    ) -> float:
         """Feed the drafters that `strategy` may ask with newly generated text, requests in order of arrival.
 
         Return the seconds spent on text of turns before `turn`: a drafter not fed in the last k turns has k parts to
@@ -237,7 +250,7 @@ class DrafterPool(Mapping[str, DrafterState]):
                 feed.behind = not drafter.catch_up(most)
                 entry_s = clock()
             late = feed.behind
-            feed.feed(lives)
+            feed.feed(lives, ahead)
             feed.behind = not drafter.catch_up(most)
             late_s += entry_s - start_s + (clock() - entry_s) * (1.0 if late else 1.0 - 1.0 / max(turn - feed.turn, 1))
             feed.turn = turn

@@ -62,8 +62,8 @@ class Engine:
     `drafters` have the names that strategies use, at most one of them learned; by default `ngram` and `suffix`. The
     engine is built for drafts up to `max_draft_depth`, with 0 for no speculation. The engine seeds and uses this
     process's random generators. `graphs` are the CUDA graphs to capture, None for vLLM's own choice. `vllm_args` have
-    vLLM's own names and override the defaults. Scheduling is synchronous by default: with asynchronous scheduling no
-    rollout can be replayed bit by bit.
+    vLLM's own names and override the defaults. Scheduling is asynchronous where vLLM allows it (not on a CPU), and
+    synchronous with `async_scheduling=False`.
     """
 
     def __init__(
@@ -86,8 +86,16 @@ class Engine:
             if isinstance(spec, LearnedSpec):
                 check_drafter(model, name, spec)
         check_sampled_drafts(self.drafters, (vllm_args or {}).get("speculative_config"))
-        attachment = Attachment(policy=_PLAIN, drafters={}, max_draft_depth=max_draft_depth, worker=worker, seed=seed)
         traits = self._pool.registry
+        on_host = max_draft_depth > 0 and any(traits[name].made_by == "engine" for name in self.drafters)
+        attachment = Attachment(
+            policy=_PLAIN,
+            drafters={},
+            max_draft_depth=max_draft_depth,
+            worker=worker,
+            seed=seed,
+            host_drafts=on_host,
+        )
         self._death = ""
         self._canary_stops = False
         self.under_way: UnderWay | None = None
@@ -95,7 +103,7 @@ class Engine:
             model,
             attachment=attachment.model_dump(mode="json"),
             planned=engine_settings(speculative_config(self.drafters, max_draft_depth), graphs),
-            on_host=any(traits[name].made_by == "engine" for name in self.drafters),
+            on_host=on_host,
             seed=seed,
             vllm_args=vllm_args or {},
         )
@@ -220,6 +228,7 @@ class Engine:
                     self._check_canary()
                     if until is not None and until(rollout.ended):
                         rollout.stop()
+                adapter.land(self.llm)
             tables = self.control.end()
             self._check_canary()
             if failed := self.control.failure:

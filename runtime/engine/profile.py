@@ -129,7 +129,8 @@ def start_engine(
     not compare.
     """
     name, spec = drafter if drafter is not None else ("ngram", ForcedDrafter())
-    args: Json = {"max_num_seqs": max(grid.batches)} | dict(vllm_args)
+    # Asynchronous iterations do not tell how long drafting took.
+    args: Json = {"max_num_seqs": max(grid.batches), "async_scheduling": False} | dict(vllm_args)
     positions = getattr(read_config(model).get_text_config(), "max_position_embeddings", None) or grid.longest
     args.setdefault("max_model_len", min(grid.longest, int(positions)))
     graphs = graphs_for(grid, name, drafter) if torch.cuda.is_available() else None

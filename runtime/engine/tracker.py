@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from operator import add
 from typing import Any
@@ -36,7 +36,8 @@ class Iteration:
 
     The scheduler gives its batch: request ids, by id the draft tokens to verify, and counts. With its output comes
     `graph`: kind (`GRAPH_KINDS`) and tokens, padding included, of the model's forward pass; None where the engine does
-    not report it. `drafted` and `accepted` tokens are in the order of the requests.
+    not report it. `drafted` and `accepted` tokens are in the order of the requests. `drafters` made late drafts, by
+    request id.
     """
 
     request_ids: list[str]
@@ -51,6 +52,7 @@ class Iteration:
     decided: bool = False
     draft_s_before: float | None = 0.0
     next_depth: int = 0
+    drafters: Mapping[str, str] = field(default_factory=dict)
     drafted: Sequence[int] = ()
     accepted: Sequence[int] = ()
     num_generated: int = 0

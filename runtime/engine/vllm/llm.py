@@ -23,7 +23,7 @@ from tltlab.runtime.ray.scratch import scratch_folder
 
 from . import capture, missing, on_cpu, replaced, starting, uncompiled
 from .capture import Sink
-from .options import missing_plugin, scheduler_cls
+from .options import SCHEDULER, missing_plugin
 from .sampling import set_rates
 from .transfer import LOCAL_BACKEND
 
@@ -70,7 +70,7 @@ def start(
             llm = _build(model, args)
         config = llm.llm_engine.vllm_config
         # Read within `starting`: vLLM reads its environment variable at each access.
-        return llm, not config.scheduler_config.async_scheduling and not config.use_v2_model_runner
+        return llm, not config.use_v2_model_runner
 
 
 def engine_arguments(seed: int, vllm_args: Fields) -> Json:
@@ -91,10 +91,6 @@ def engine_arguments(seed: int, vllm_args: Fields) -> Json:
         # Iterations report their CUDA graph: two numbers and a word each.
         "cudagraph_metrics": True,
         "seed": seed,
-        # With asynchronous scheduling, iterations in flight at the end of a rollout belong to no rollout: their choices
-        # are in no trace and cannot be repeated, and their blocks are still in use when a resume empties the prefix
-        # cache.
-        "async_scheduling": False,
     }
     if cpu:
         # vLLM's own default takes 92 % of the machine's memory.
@@ -122,10 +118,10 @@ def _build(model: str, args: Fields) -> Any:
         weight_transfer["weight_transfer_config"] = vllm.config.WeightTransferConfig(backend=LOCAL_BACKEND)
     try:
         with _rendezvous_in_scratch():
-            llm = vllm.LLM(model=model, scheduler_cls=scheduler_cls(None), **weight_transfer, **args)
+            llm = vllm.LLM(model=model, scheduler_cls=SCHEDULER, **weight_transfer, **args)
     except (ValueError, OSError, TypeError, RuntimeError, AssertionError) as error:
         raise ConfigError(f"vLLM cannot start on {model}: {one_line(error)[:500]}") from error
-    if llm.llm_engine.vllm_config.scheduler_config.async_scheduling != bool(args["async_scheduling"]):
+    if args.get("async_scheduling") and not llm.llm_engine.vllm_config.scheduler_config.async_scheduling:
         llm.llm_engine.engine_core.shutdown()
         raise ConfigError("vLLM turns asynchronous scheduling off here: leave async_scheduling out")
     if weight_transfer:
@@ -165,6 +161,13 @@ def _worker(llm: Any) -> Any:
 
 def scheduler_of(llm: Any) -> Any:
     return _core(llm).scheduler
+
+
+def land(llm: Any) -> None:
+    """Wait for iterations in flight, of requests that have all ended: they belong to the rollout that ends."""
+    core = _core(llm)
+    while core.batch_queue:
+        core.step_fn()
 
 
 def keep_drafts_at(llm: Any, rates: Sequence[float]) -> None:

@@ -26,6 +26,9 @@ from . import OPTIONS, POLICY, RECORD, VARIABLES, attached, missing
 
 _HERE = __package__
 
+SCHEDULER = f"{_HERE}.scheduler.policy_scheduler"
+"""The scheduler's name, as vLLM takes it: that of a function which picks the one that fits."""
+
 Program = Literal["vllm", "vllm serve", "verl", "nemo-rl", "skyrl", "prime-rl", "openrlhf", "trl"]
 """Programs that pass the arguments of `vllm_options` on to vLLM, each in its own form."""
 
@@ -38,7 +41,8 @@ class Attachment(FrozenModel):
     """An engine's settings in `additional_config["tltlab"]`: the policy, its drafters, and the engine's identity.
 
     Without a policy vLLM drafts by its own settings, and `record` records that. Several engines may share that name:
-    each takes the first of RECORD, RECORD-1, ... where nothing is yet.
+    each takes the first of RECORD, RECORD-1, ... where nothing is yet. With `host_drafts` some drafts are made next to
+    the scheduler.
     """
 
     policy: Policy | None = None
@@ -48,6 +52,7 @@ class Attachment(FrozenModel):
     seed: int = 0
     record: str | None = None
     rl_step_ends: RlStepEnd | None = None
+    host_drafts: bool = False
 
     @classmethod
     def of_engine(cls, config: Any) -> Attachment:
@@ -129,10 +134,8 @@ def vllm_options(
     Without a policy the engine is only recorded, its own speculation included: vLLM treats the other arguments as usual
     (`scheduler.record_only`), and an error of the recording ends no engine.
 
-    Where a policy uses model-free drafts, also as a learned drafter's fallback, scheduling is synchronous, since these
-    drafts need the tokens. Otherwise drafts stay on the device, and vLLM schedules asynchronously where it can (on a
-    CPU it cannot), unless `async_scheduling` is given. The policy then chooses without the last iteration's tokens, and
-    drafting times are in no trace.
+    vLLM schedules asynchronously where it can (on a CPU it cannot), unless `async_scheduling` is given. The policy then
+    chooses without the last iteration's tokens, and drafting times are in no trace.
 
     `for_` returns the form that the program passes on unchanged: NeMo-RL under `vllm_kwargs` and SkyRL under
     `engine_init_kwargs` as they are; prime-rl, whose TOML has no null, without nulls; verl under `engine_kwargs.vllm`,
@@ -140,9 +143,9 @@ def vllm_options(
     their engines: for them the result is environment variables (`Variables`).
 
     >>> sorted(vllm_options("beg-mab"))
-    ['additional_config', 'async_scheduling', 'scheduler_cls', 'speculative_config']
-    >>> vllm_options("beg-mab", for_="verl")["no-async-scheduling"], vllm_options("beg-mab", for_="trl")
-    (True, {'TLTLAB_POLICY': 'beg-mab'})
+    ['additional_config', 'scheduler_cls', 'speculative_config']
+    >>> vllm_options("beg-mab", for_="trl")
+    {'TLTLAB_POLICY': 'beg-mab'}
     """
     if policy is None and record is None:
         raise ConfigError("nothing to do for the engine: give a policy, a folder to record to, or both")
@@ -153,11 +156,6 @@ def vllm_options(
     depth = deepest if max_draft_depth is None or chosen is None else max_draft_depth
     pool = DrafterPool(pool_specs, depth)
     pool.use(strategies)
-    if async_scheduling and pool.feeds:
-        raise ConfigError(
-            "with asynchronous scheduling drafts stay on the device, so only a learned drafter serves, and the policy "
-            "names model-free ones: leave async_scheduling off"
-        )
     if for_ in ("openrlhf", "trl"):
         engine_options = EngineOptions(
             drafters=dict(drafters) if drafters else None,
@@ -186,12 +184,11 @@ def vllm_options(
         seed=seed,
         record=None if record is None else str(Path(record).absolute()),
         rl_step_ends=rl_step_ends,
+        host_drafts=pool.feeds,
     )
-    if pool.feeds:
-        async_scheduling = False
     options: Arguments = {"additional_config": {"tltlab": attachment.model_dump(mode="json")}}
     if chosen is not None:
-        options["scheduler_cls"] = scheduler_cls(async_scheduling)
+        options["scheduler_cls"] = SCHEDULER
         if record is not None:
             # Iterations report the kind of CUDA graph they ran in.
             options["cudagraph_metrics"] = True
@@ -320,12 +317,6 @@ def engine_settings(speculative: Fields | None, graphs: GraphPlan | None) -> Arg
     if graphs is not None:
         return graphs.engine_settings(speculative)
     return {} if speculative is None else {"speculative_config": dict(speculative)}
-
-
-def scheduler_cls(overlapped: bool | None) -> str:
-    """Return the scheduler's name, as vLLM takes it; for None that of a function that picks the one which fits."""
-    name = {None: "policy_scheduler", False: "PolicyScheduler", True: "AsyncPolicyScheduler"}[overlapped]
-    return f"{_HERE}.scheduler.{name}"
 
 
 def speculative_config(drafters: Fields, depth: int) -> Arguments | None:

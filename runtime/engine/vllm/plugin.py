@@ -17,6 +17,7 @@ from tltlab.errors import ConfigError, one_line
 from tltlab.runtime.engine.guard import FAULTS, notify
 
 from . import CALL, OPTIONS, POLICY, RECORD, VARIABLES, guarded_call, has_option, missing, replacing
+from .late import schedule_host_drafts, take_late_drafts
 from .runners import bypass_speculation, keep_captured_bytes, model_runners, time_drafting
 from .sampling import (
     fix_speculative_sampling,
@@ -93,7 +94,7 @@ def _configuration(engine_args: Any, make: Callable[[], Any], report: Callable[[
             options = variables.engine_options(engine_args.async_scheduling, engine_args.speculative_config)
             for name, value in options.items():
                 _set(engine_args, name, value)
-            on_host = options.get("async_scheduling") is False
+            on_host = options["additional_config"]["tltlab"]["host_drafts"]
             if "speculative_config" in options and (on_host or missing("depths in the V2 runner")):
                 # The V2 runner keeps a learned drafter's drafts on the device, out of reach of the other drafters.
                 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -174,7 +175,7 @@ def _check_configuration(config: Any, variables: Variables) -> str:
     if variables.record is not None and attachment.record is None:
         raise ConfigError("the first of its tensor-parallel ranks records")
     overlapped, speculates = bool(config.scheduler_config.async_scheduling), config.speculative_config is not None
-    on_device = overlapped or (speculates and getattr(config, "use_v2_model_runner", False))
+    on_device = speculates and getattr(config, "use_v2_model_runner", False)
     attachment.control(overlapped=overlapped, on_host=not on_device)  # Refuses a policy that the engine cannot run.
     if variables.policy is None or not speculates:
         return ""
@@ -191,6 +192,13 @@ def attach() -> None:
     from vllm.v1.engine.output_processor import OutputProcessor
 
     EngineCore.tltlab = True
+    schedule_host_drafts()
+
+    @replacing(EngineCore, "__init__")
+    def begin(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        if hasattr(self.scheduler, "draft_late"):
+            self.scheduler.draft_late(self)
 
     @replacing(EngineCore, "post_step")
     def post_step(stock: Any, self: Any, model_executed: bool) -> None:
@@ -303,6 +311,7 @@ _CHANGES: Mapping[str, Callable[[], None]] = {
     "top-k of nothing on CPU": fix_top_k_without_drafts,
     "requests without drafts": sample_beside_drafts,
     "plain iterations": bypass_speculation,
+    "late drafts": take_late_drafts,
     "draft times": time_drafting,
     "graph plans": lambda: keep_captured_bytes(*model_runners()),
     "traces of servers": wait_for_recordings,

@@ -1,6 +1,6 @@
 """vLLM's scheduler with a policy: `PolicyScheduler`, and `AsyncPolicyScheduler` for asynchronous scheduling.
 
-vLLM receives either as `scheduler_cls`, or `policy_scheduler` for the one that fits the engine, and the policy in
+vLLM receives `policy_scheduler` as `scheduler_cls`, which picks the one that fits the engine, and the policy in
 `additional_config["tltlab"]` (see `options`). `SchedulerOutput.num_spec_tokens_to_schedule` carries the draft depth of
 an iteration to the V1 and V2 model runner.
 
@@ -12,10 +12,11 @@ user's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cache, partial, wraps
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -44,8 +45,9 @@ from tltlab.runtime.engine.stops import StopStrings
 from tltlab.runtime.engine.tracker import Iteration
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from . import CALL, is_registered
+from . import CALL, is_registered, missing
 from .capture import NullCapture
+from .late import ATTRIBUTE
 from .options import Attachment, check_engine, drafts_nothing
 from .runners import GRAPH_KINDS
 from .runners import NoProposer as NoProposer
@@ -469,17 +471,17 @@ def policy_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Poli
 class PolicyScheduler(Scheduler):
     """Scheduler that has a policy choose before each iteration and trims or replaces drafts after it.
 
-    ConfigError without a policy, where engine and scheduler differ in asynchronous scheduling, and by `check_engine`.
+    ConfigError without a policy, and by `check_engine`.
     """
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any):
         begins, continues = "tltlab raised", "the engine continues without a policy, a recording or a capture"
         self.guard = Guard(begins, continues, self._give_up)
-        self._check_class(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         overlapped = isinstance(self, AsyncScheduler)
         # The V2 runner verifies the drafts it keeps on the device, not the tokens that the scheduler names.
-        on_host = not overlapped and not (self.num_spec_tokens and self.use_v2_model_runner)
+        on_host = not (self.num_spec_tokens and self.use_v2_model_runner)
+        on_host = on_host and not (overlapped and missing("late drafts"))
         settings = Attachment()
         try:
             settings = Attachment.of_engine(vllm_config)
@@ -502,8 +504,9 @@ class PolicyScheduler(Scheduler):
         self.watch = Watch(self, self.control, settings)
         _Hooks(self.watch, self.guard).wrap(_around_requests(self.watch))
         self.capture: NullCapture = NullCapture()
-        # State of the last iteration: the workers' draft depth and seconds, and the requests still without a draft.
-        self._worker_depth = 0
+        # State of the last iteration: the workers' draft depth and seconds, places for the drafts of asynchronous
+        # scheduling, and the requests still without a draft.
+        self._worker_depth = self._num_places = 0
         self._draft_s: float | None = None
         self._due_ids: list[str] | None = None
         self._has_drafts = False
@@ -515,24 +518,12 @@ class PolicyScheduler(Scheduler):
     def _give_up(self) -> None:
         """Decode plainly, so that requests complete, and keep the recording so far."""
         self.control.guard.failure = self.control.guard.failure or self.guard.failure
-        self._worker_depth, self._due_ids = 0, None
+        self._worker_depth, self._num_places, self._due_ids = 0, 0, None
         self._draft_at_most(0)
         with suppress(*FAULTS):
             self.capture.stop()
         if self.watch.recording is not None:
             self.watch.recording.give_up()
-
-    def _check_class(self, config: VllmConfig) -> None:
-        overlapped = isinstance(self, AsyncScheduler)
-        if overlapped != bool(config.scheduler_config.async_scheduling):
-            # vLLM would not draft at all, or verify stale drafts.
-            own, twin = type(self).__name__, (PolicyScheduler if overlapped else AsyncPolicyScheduler).__name__
-            raise ConfigError(
-                f"asynchronous scheduling is {'off (on a CPU it always is)' if overlapped else 'on'} in this engine, "
-                f"and {own} is for engines where it is {'on' if overlapped else 'off'}: pass "
-                f"async_scheduling={overlapped}, or scheduler_cls={__name__}.{twin}, or let "
-                f"{__name__}.policy_scheduler choose"
-            )
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self.control.draftless:
@@ -548,13 +539,16 @@ class PolicyScheduler(Scheduler):
         # The last call of schedule(): the batch is final, and AsyncScheduler plans drafts by the depth set here.
         if scheduler_output.num_scheduled_tokens:
             self.guard.call(self._note_iteration, scheduler_output)
-            scheduler_output.num_spec_tokens_to_schedule = self._worker_depth
+            scheduler_output.num_spec_tokens_to_schedule = self._num_places
         super()._update_after_schedule(scheduler_output)
+        if scheduler_output.num_scheduled_tokens:
+            scheduler_output.num_spec_tokens_to_schedule = self._worker_depth
 
     def _note_iteration(self, scheduler_output: SchedulerOutput) -> None:
         with self.control.inside:
             work = self.watch.scheduled(scheduler_output)
         self._worker_depth = self.control.scheduled(work)
+        self._num_places = self.control.reserved_depth if self.num_spec_tokens else 0
         self.capture.scheduled(scheduler_output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
@@ -607,6 +601,8 @@ class PolicyScheduler(Scheduler):
                 if request.spec_token_ids and request.request_id not in drafted_ids:
                     request.spec_token_ids = []
 
+    _stops: StopStrings | None = None
+
     def stop_at(self, stops: StopStrings) -> None:
         """End later responses where their text has one of these."""
         self._stops = stops
@@ -614,6 +610,7 @@ class PolicyScheduler(Scheduler):
         self._update_request_with_output = self._stopped
 
     def _stopped(self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
+        assert self._stops is not None
         num = self.guard.call(self._stops.completed, request, new_token_ids)
         if num:
             del new_token_ids[num:]
@@ -631,12 +628,67 @@ class PolicyScheduler(Scheduler):
 class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
     """`PolicyScheduler` for asynchronous scheduling: an iteration is scheduled before the last one's output.
 
-    Drafts stay on the device, so only a learned drafter serves; budgets trim the placeholders of its drafts.
+    Places for drafts are reserved, which budgets trim. A learned drafter's drafts stay on the device; those of the host
+    come late, while the runner prepares its inputs (`late`).
     """
+
+    _queue: Sequence[tuple[Any, ...]] = ()
+
+    def draft_late(self, core: Any) -> None:
+        """Draft for iterations of this engine core: its runner asks, or the executor of workers in other processes."""
+        self._queue = () if core.batch_queue is None else core.batch_queue
+        runner = getattr(getattr(core.model_executor, "driver_worker", None), "model_runner", None)
+        if runner is None:
+            stock = core.model_executor.execute_model
+
+            def execute_model(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+                self._make_late_drafts(scheduler_output)
+                return stock(scheduler_output, *args, **kwargs)
+
+            core.model_executor.execute_model = execute_model
+        elif (late := getattr(runner, ATTRIBUTE, None)) is not None:
+            late.ask = self._make_late_drafts
+
+    def _make_late_drafts(self, scheduler_output: SchedulerOutput) -> None:
+        if scheduler_output.scheduled_spec_decode_tokens:
+            self.guard.call(self._fill, scheduler_output.scheduled_spec_decode_tokens)
+
+    def _fill(self, places: dict[str, list[int]]) -> None:
+        """Name the drafts of the iteration scheduled last in its `places`."""
+        made = self.control.late_drafts(
+            partial(self._ahead, places), {name: len(each) for name, each in places.items()}
+        )
+        for name, draft in made.items():
+            places[name] = draft + [-1] * (len(places[name]) - len(draft))
+
+    def _ahead(self, names: Iterable[str]) -> dict[str, Sequence[int]]:
+        """Wait for the iteration before the last; return its tokens of requests that go on after them."""
+        output = self._queue[0][0].result() if self._queue else None
+        sampled, index = (output.sampled_token_ids, output.req_id_to_index) if output is not None else ([], {})
+        tokens = {name: sampled[index[name]] if sampled and name in index else () for name in names}
+        return {name: new for name, new in tokens.items() if not self._ends_with(self.requests.get(name), new)}
+
+    def _ends_with(self, request: Request | None, new_token_ids: Sequence[int]) -> bool:
+        """Return True for a request that these tokens end by a stop token or string, or that has ended."""
+        if request is None or request.is_finished():
+            return True
+        params = request.sampling_params
+        ends = {getattr(params, "eos_token_id", None), *(params.stop_token_ids or ())}
+        return not ends.isdisjoint(new_token_ids) or bool(
+            self._stops is not None and self._stops.completed(request, new_token_ids)
+        )
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
+        # Drafts of the host were made before the tokens in front of them had reached the grammar.
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        if scheduler_output.has_structured_output_requests and drafts:
+            own = {name: list(takewhile((0).__le__, draft)) for name, draft in drafts.items() if draft[0] >= 0}
+            self.update_draft_token_ids_in_output(DraftTokenIds(list(own), list(own.values())), scheduler_output)
+        return super().get_grammar_bitmask(scheduler_output)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
-        if self._worker_depth and not self.control.drafts_fit:
+        if self._num_places and not self.control.drafts_fit:
             self.guard.call(self._trim, scheduler_output)
 
     def _trim(self, scheduler_output: SchedulerOutput) -> None:

@@ -59,6 +59,19 @@ def timed_by_work(tracker, patch):
     patch.setattr(tracker, "verified", later)
 
 
+def preempted_by(engine, patch):
+    """The requests that an engine preempts from now on."""
+    names, scheduler = [], engine.llm.llm_engine.engine_core.engine_core.scheduler
+    stock = scheduler._preempt_request
+
+    def preempt(request, *args, **kwargs):
+        names.append(request.request_id)
+        return stock(request, *args, **kwargs)
+
+    patch.setattr(scheduler, "_preempt_request", preempt)
+    return names
+
+
 def settings():
     """What of this process a user's program could notice that an engine changes."""
     import torch._dynamo

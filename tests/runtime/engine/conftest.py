@@ -11,7 +11,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, HybridSpec, LearnedSpec
 from tltlab.runtime.engine.engine import Engine
 
 from ..small_models import loaded
-from .asking import BLOCK, CONTEXT
+from .asking import BLOCK, CONTEXT, preempted_by
 
 SHARED = ("roomy", "cramped")
 _open = {}
@@ -65,16 +65,7 @@ def cramped(random_model):
 @pytest.fixture
 def preempted(cramped, monkeypatch):
     """The requests that the cramped engine preempts."""
-    names = []
-    scheduler = cramped.llm.llm_engine.engine_core.engine_core.scheduler
-    stock = scheduler._preempt_request
-
-    def preempt(request, *args, **kwargs):
-        names.append(request.request_id)
-        return stock(request, *args, **kwargs)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", preempt)
-    return names
+    return preempted_by(cramped, monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -32,19 +32,18 @@ def test_a_learned_drafter_is_vllms_own():
     policy = fixed("head", 3).model_copy(update={"drafters": {"head": HEAD, "das": SuffixSpec(window=16)}})
     options = vllm_options(policy, async_scheduling=True)
     assert options["speculative_config"] == {"method": "eagle", "model": "some/head", "num_speculative_tokens": 3}
-    assert options["scheduler_cls"].endswith("AsyncPolicyScheduler")
+    assert options["async_scheduling"] is True
     assert set(options["additional_config"]["tltlab"]["drafters"]) == {"ngram", "suffix", "head", "das"}
 
 
-def test_only_model_free_drafts_make_scheduling_synchronous():
+def test_model_free_drafts_are_told_of():
     deep, helped = fixed("head", 3), HEAD.model_copy(update={"fallback": "suffix"})
     plain = [{"policy": "none"}, {"policy": "none", "max_draft_depth": 4}, {"policy": deep, "drafters": {"head": HEAD}}]
-    for options in (vllm_options(**asked) for asked in plain):
+    on_host = [{"policy": "beg-mab"}, {"policy": deep, "drafters": {"head": helped}}]
+    for asked in (*plain, *on_host):
+        options = vllm_options(**asked)
         assert "async_scheduling" not in options
-        assert options["scheduler_cls"].endswith(".policy_scheduler")
-    for options in (vllm_options("beg-mab"), vllm_options(deep, drafters={"head": helped})):
-        assert options["async_scheduling"] is False
-        assert options["scheduler_cls"].endswith(".PolicyScheduler")
+        assert options["additional_config"]["tltlab"]["host_drafts"] is (asked in on_host)
     for wanted in (False, True):
         assert vllm_options("none", async_scheduling=wanted)["async_scheduling"] is wanted
 
@@ -71,7 +70,6 @@ def test_learned_drafter_alone_has_schedule_of_depths():
     ("policy", "more", "facts"),
     [
         ("learned:4x4/16", {"drafters": {"learned": HEAD}}, ("learned:4x4/16",)),
-        ("beg-mab", {"async_scheduling": True}, ("async_scheduling",)),
         ("beg-mab", {"max_draft_depth": 2}, (2,)),
         ("eagle:2", {}, ("eagle:2",)),
     ],

@@ -72,7 +72,7 @@ def test_a_programs_engine_follows_the_policy_and_records(random_model, tmp_path
     environment(policy=str(tmp_path / "policy.json"), record=str(tmp_path / "x"), options='{"max_draft_depth": 8}')
     for kind in ("EngineArgs", "AsyncEngineArgs"):
         config = configured(random_model, kind)
-        assert config.scheduler_config.scheduler_cls == OURS + "PolicyScheduler"
+        assert config.scheduler_config.scheduler_cls == OURS + "policy_scheduler"
         assert config.scheduler_config.async_scheduling is False
         assert config.speculative_config.num_speculative_tokens == 8
         found = attached(config)
@@ -137,8 +137,6 @@ WRONG = [
     ({"policy": "beg-mab-learned"}, {}, "learned"),
     (BEG_MAB, {"scheduler_cls": "their.Scheduler"}, "their.Scheduler"),
     (BEG_MAB, {"speculative_config": THEIRS}, "speculates by itself"),
-    # Nor can vLLM on a CPU: what the program asks for is what makes the difference.
-    (BEG_MAB, {"async_scheduling": True}, "asynchronous scheduling"),
     (BEG_MAB, {"additional_config": {"tltlab": {}}}, "options of tltlab's"),
     (BEG_MAB, {"runner": "pooling"}, "pools"),
     (BEG_MAB, {"logits_processors": ["their.module:Ban"]}, "their.module:Ban"),
@@ -322,7 +320,7 @@ def the_same(engine_args, options):
 
 @pytest.mark.parametrize("program", HANDED_ON)
 def test_options_reach_engines_of_frameworks(program, random_model, tmp_path, environment):
-    policy, more = load_policy("beg-mab"), {"record": tmp_path / "x", "seed": 5}
+    policy, more = load_policy("beg-mab"), {"record": tmp_path / "x", "seed": 5, "async_scheduling": False}
     engine_args = HANDED_ON[program](vllm_options(policy, **more, for_=program), random_model, tmp_path)
     assert the_same(engine_args, vllm_options(policy, **more))
 

@@ -225,15 +225,6 @@ def test_another_policy_is_set_while_requests_run(roomy):
     assert [output.num_spec_tokens_to_schedule for output in outputs] == [4, 4, 2, 2]
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_scheduler_that_does_not_fit_the_engine_is_refused(roomy, asynchronous):
-    other, fits = sorted(["AsyncPolicyScheduler", "PolicyScheduler"], reverse=asynchronous)
-    with refused(ConfigError, naming=("async_scheduling=", not asynchronous, "scheduler_cls=", fits)):
-        scheduled_by(other, roomy, asynchronous=asynchronous)
-    for cls in (fits, "policy_scheduler"):
-        assert type(scheduled_by(cls, roomy, asynchronous=asynchronous)).__name__ == fits
-
-
 def attached(policy, depth=4):
     """The `additional_config` of a policy in an engine that has a draft model too."""
     drafters = {**DEFAULT_DRAFTERS, "learned": HEAD, "hybrid": HybridSpec()}
@@ -255,7 +246,6 @@ REFUSED = [
     ({f"{DRAFTS}.enable_adaptive_verification": True}, BY_MODEL, ("enable_adaptive_verification=False",)),
     ({"model_config.runner_type": "pooling"}, BY_MODEL, ("pooling",)),
     ({"model_config.is_diffusion": True}, BY_MODEL, ("diffusion",)),
-    ({"scheduler_config.async_scheduling": True}, BY_TEXT, ("async_scheduling",)),
     ({}, {"tltlab": {"record": "trace"}}, ("scheduler_cls",)),
     ({}, {"tltlab": {"polcy": None}}, ("additional_config['tltlab']", "polcy")),
 ]

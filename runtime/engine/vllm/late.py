@@ -1,0 +1,194 @@
+"""Drafts of the host under asynchronous scheduling, whose tokens arrive when their iteration is already scheduled.
+
+    schedule             reserves places for drafts, -1 each, while the iteration before runs
+    execute_model        the V1 runner prepares its inputs
+      _model_forward     waits for the tokens of the iteration before, has drafts made, and fills the places with them
+    sample_tokens        a draft shorter than its places ends there: what was sampled behind it is removed
+      _bookkeeping_sync  the last tokens stay on the device, as a drafter on the device leaves them
+
+A place is filled by what `SchedulerOutput.scheduled_spec_decode_tokens` names then. A draft that begins with -1 is the
+workers' own, and -1 after a token is padding. Where the model runs in other processes, drafts are made before the
+iteration is sent there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, cast, get_args
+
+import torch
+
+from tltlab.errors import ConfigError
+
+from . import attached, missing, replaced, replacing
+from .runners import NoProposer, model_runners
+
+ATTRIBUTE = "tltlab_late"
+"""Attribute of a model runner for its `LateDrafts`, None where it takes none."""
+
+
+class LateDrafts:
+    """Places for drafts in the iteration that a runner prepares; `ask` names the drafts in its `SchedulerOutput`."""
+
+    ask: Callable[[Any], object] | None = None
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._nothing = torch.zeros(1, dtype=torch.int32, device=runner.device)
+        self._early = runner.supports_mm_inputs or runner.enable_prompt_embeds
+        self._output: Any = None
+        self._metadata: Any = None
+        self._by_workers = False
+        self._kept: list[int] | None = None
+
+    def begin(self, output: Any) -> None:
+        """Note an iteration that begins, and make vLLM put zeros into places for which the workers made no drafts."""
+        runner, self._output, self._metadata, self._kept = self._runner, output, None, None
+        num_places = max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)
+        made, before = runner._draft_token_ids, runner.input_batch.prev_sampled_token_ids
+        self._by_workers = (
+            not isinstance(runner.drafter, NoProposer)
+            and isinstance(made, torch.Tensor)
+            and made.shape[1] >= num_places
+        )
+        if num_places and not self._by_workers:
+            runner._draft_token_ids = self._nothing.expand(0 if before is None else len(before), num_places)
+            runner.prev_num_spec_tokens, runner._draft_token_req_ids = num_places, None
+
+    def found(self, metadata: Any) -> None:
+        """Note where the iteration's drafts are in the inputs; models with other inputs than tokens embed them next."""
+        self._metadata = metadata
+        if self._early:
+            self.fill()
+
+    def fill(self) -> None:
+        """Wait for drafts and put them into the inputs, once."""
+        runner, output, metadata = self._runner, self._output, self._metadata
+        self._output = self._metadata = None
+        if metadata is None or output is None or not output.scheduled_spec_decode_tokens:
+            return
+        where = metadata.logits_indices[metadata.target_logits_indices + 1].long()
+        if self.ask is not None:
+            self.ask(output)
+        batch, drafts = runner.input_batch, output.scheduled_spec_decode_tokens
+        places: list[int] = []
+        tokens: list[int] = []
+        kept: list[int] = []
+        first = 0
+        for row, (name, num) in enumerate(zip(batch.req_ids, metadata.num_draft_tokens, strict=True)):
+            draft = drafts.get(name, ())
+            if num and not (self._by_workers and draft[0] < 0):
+                own = num if draft[-1] >= 0 else draft.index(-1)
+                places.extend(range(first, first + num))
+                tokens += draft[:own]
+                tokens += [0] * (num - own)
+                # Penalties are computed with these.
+                batch.spec_token_ids[row][:] = tokens[-num:]
+                kept.append(own)
+            else:
+                kept.append(num)
+            first += num
+        if not places:
+            return
+        at, values = self._on_device([places, tokens])
+        # On the stream of the forward pass, before it.
+        runner.input_ids.gpu[where if len(places) == first else where[at]] = values.int()
+        metadata.draft_token_ids[at] = values.to(metadata.draft_token_ids.dtype)
+        self._kept = kept if kept != metadata.num_draft_tokens else None
+        if self._by_workers and runner._draft_token_req_ids is not None:
+            # The host's copy of the workers' drafts, by which vLLM computes penalties and validates by grammars.
+            runner.draft_token_ids_event.synchronize()
+            index = {name: row for row, name in enumerate(runner._draft_token_req_ids)}
+            for row, name in enumerate(batch.req_ids):
+                if name in index and drafts.get(name, (-1,))[0] >= 0:
+                    filled = batch.spec_token_ids[row]
+                    runner.draft_token_ids_cpu[index[name], : len(filled)] = torch.tensor(filled)
+
+    def cut(self, sampled: torch.Tensor) -> None:
+        """Remove sampled tokens [batch, places + 1] behind drafts that are shorter than their places."""
+        if self._kept is not None:
+            (kept,) = self._on_device([self._kept])
+            sampled.masked_fill_(torch.arange(sampled.shape[1], device=sampled.device) > kept[:, None], -1)
+
+    def keep(self, sampled: torch.Tensor) -> None:
+        """Keep the last tokens and their counts on the device, for the next iteration's inputs."""
+        runner = self._runner
+        if sampled.shape[1] == 1 or runner.input_batch.prev_sampled_token_ids is not None:
+            return
+        counts = (sampled >= 0).sum(1)
+        counts.masked_fill_(runner.discard_request_mask.gpu[: len(sampled)], 0)
+        last = sampled.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+        runner._copy_valid_sampled_token_count(last, counts.int())
+
+    def _on_device(self, numbers: list[list[int]]) -> torch.Tensor:
+        device: torch.device = self._runner.device
+        pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return pinned.to(device, non_blocking=True)
+
+
+def _late(runner: Any) -> LateDrafts | None:
+    return cast(LateDrafts | None, getattr(runner, ATTRIBUTE, None))
+
+
+def schedule_host_drafts() -> None:
+    """Let engines with drafts of the host schedule asynchronously where their runner takes late drafts, only there."""
+    from vllm.config import vllm as configs
+
+    @replacing(configs.VllmConfig, "__post_init__")
+    def check(stock: Any, self: Any, *args: Any) -> None:
+        scheduling = self.scheduler_config
+        if not attached(self).get("host_drafts") or scheduling.async_scheduling is False:
+            stock(self, *args)
+        elif without := missing("late drafts"):
+            if scheduling.async_scheduling:
+                raise ConfigError(f"{without}: leave async_scheduling out")
+            scheduling.async_scheduling = False
+            stock(self, *args)
+        else:
+            # vLLM refuses custom drafters under asynchronous scheduling: others' need tokens that are not there yet.
+            allowed = Literal[(*get_args(configs.NgramGPUTypes), "custom_class")]  # type: ignore[valid-type]
+            with replaced(configs, "NgramGPUTypes", allowed):
+                stock(self, *args)
+
+
+def take_late_drafts() -> None:
+    """Make V1 runners of engines with drafts of the host take them late, under asynchronous scheduling."""
+    V1Runner, _ = model_runners()
+
+    @replacing(V1Runner, "__init__")
+    def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        if attached(self.vllm_config).get("host_drafts") and self.use_async_spec_decode:
+            setattr(self, ATTRIBUTE, LateDrafts(self))
+
+    @replacing(V1Runner, "execute_model")
+    def execute_model(stock: Any, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if (late := _late(self)) is not None:
+            late.begin(scheduler_output)
+        return stock(self, scheduler_output, *args, **kwargs)
+
+    @replacing(V1Runner, "_calc_spec_decode_metadata")
+    def calculate(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = stock(self, *args, **kwargs)
+        if (late := _late(self)) is not None:
+            late.found(metadata)
+        return metadata
+
+    @replacing(V1Runner, "_model_forward")
+    def forward(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (late := _late(self)) is not None:
+            late.fill()
+        return stock(self, *args, **kwargs)
+
+    @replacing(V1Runner, "_sample")
+    def sample(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        sampled = stock(self, *args, **kwargs)
+        if (late := _late(self)) is not None:
+            late.cut(sampled.sampled_token_ids)
+        return sampled
+
+    @replacing(V1Runner, "_bookkeeping_sync")
+    def keep_books(stock: Any, self: Any, scheduler_output: Any, sampler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if (late := _late(self)) is not None:
+            late.keep(sampler_output.sampled_token_ids)
+        return stock(self, scheduler_output, sampler_output, *args, **kwargs)
