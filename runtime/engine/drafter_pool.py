@@ -82,7 +82,7 @@ class _Feed:
         live.shown[self.name] = 0
         self.drafter.open(live.key, live.prompt)
 
-    def feed(self, lives: Iterable[LiveRequest], ahead: Ahead) -> None:
+    def feed(self, lives: Iterable[LiveRequest], ahead: Ahead = NOTHING_AHEAD) -> None:
         """Show the drafter what requests have generated since, tokens `ahead` of their output included."""
         for live in lives:
             shown, new = live.shown[self.name], live.output[live.shown[self.name] :]

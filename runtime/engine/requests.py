@@ -24,7 +24,8 @@ class LiveRequest:
     weights, and had so many tokens at each of the `updates` since.
 
     `computed` tokens were sampled for it and its client got the first `kept`, both as of `Control.finish`; a client
-    that aborts it says how many it `got`. `ended` is the reason and the time at which its turn ended, before it left.
+    that aborts it says how many it `got`. `ended` is the reason and the time at which its turn ended, before it left;
+    tokens of `ends` end it.
     """
 
     name: str
@@ -47,6 +48,7 @@ class LiveRequest:
     got: int | None = None
     kept: int | None = None
     ended: tuple[str | None, float] | None = None
+    ends: frozenset[int | None] = frozenset()
 
     @property
     def prompt_id(self) -> str:

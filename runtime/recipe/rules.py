@@ -184,7 +184,6 @@ def modes(recipe: Sections) -> Iterator[str]:
         "rollout.planner": rollout.planner is not None,
         "rollout.repeat_every": rollout.repeat_every > 0,
         f"rollout.placement = {rollout.placement!r}": rollout.placement != "contiguous",
-        "rollout.vllm.async_scheduling": bool(rollout.vllm.get("async_scheduling")),
         "train.sampling_rounds above 1": train.sampling_rounds > 1,
         "train.correction = 'none'": train.correction == "none" and not restarts,
         "train.lora.serve = 'adapter'": train.served_adapter is not None,
@@ -226,7 +225,6 @@ _APART = (
     (_AHEAD, ("rollout.partial", "[drafter]"), "they need rollouts between two updates"),
     (("rollout.one_step_off",), ("rollout.reuse", "rollout.repeat_every"), "it overlaps with training"),
     (("rollout.staleness",), ("rollout.one_step_off",), "that is a staleness of 1 whose weights wait for the rollout"),
-    (("rollout.staleness",), ("rollout.vllm.async_scheduling",), "weights come between two iterations"),
     (("train.lora",), ("cluster.weights",), "adapters go by the host"),
 )
 """Settings of the first kind exclude those of the second; the reason."""

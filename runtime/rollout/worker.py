@@ -312,9 +312,6 @@ def engine_args(recipe: Recipe, *, cuda: bool) -> Json:
         targets = targets_of(outline(recipe.model), lora, recipe.model)
         rank = next(rank for rank in _LORA_RANKS if rank >= lora.rank)
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
-    if rollout.staleness:
-        # Weights come between two iterations.
-        args["async_scheduling"] = False
     args |= rollout.vllm
     if rollout.partial is not None and rollout.partial.concurrency is not None:
         args["max_num_seqs"] = ceil(rollout.partial.concurrency / rollout.num_workers)
@@ -393,8 +390,9 @@ class FreeRolloutWorker(EngineWorker):
 
         def after_iteration(ended: Sequence[Key]) -> bool:
             if self.calls.waiting:
-                before, running = self._version(), {each.key: len(each.output) for each in live.values()}
-                seconds = self._take_weights()
+                before, seconds = self._version(), self._take_weights()
+                # The first of these waits for an iteration in flight.
+                running = {each.key: len(each.output) for each in live.values()}
                 if running:
                     tracker.interrupted(seconds)
                 if self._version() != before:

@@ -157,6 +157,25 @@ def seam(
     _tell(bench_seam(chosen, sizes, iterations=iterations, cold=cold, progress=progress), text)
 
 
+@app.command("async")
+def overlap(
+    batches: Batches = "1,8,64,256",
+    rounds: Annotated[int, Option(min=2, help="Times that every case runs, in turn.")] = 5,
+    tokens: Annotated[int, Option(min=16, help="Tokens of each response.")] = 48,
+    out: Result = None,
+    as_json: Json = False,
+) -> None:
+    """What of the host's work a device waits for: stock vLLM and ours, scheduled asynchronously and not. Runs on a CPU.
+
+    Example: tltlab bench async --batches 8,64 --rounds 3
+    """
+    from .overlap import TEXT, bench_overlap
+
+    _check(out)
+    sizes = whole_numbers("--batches", batches, least=1)
+    _tell(bench_overlap(sizes, rounds=rounds, tokens=tokens, progress=progress), as_json, TEXT, out)
+
+
 @app.command("batch-size")
 @command
 def batch_size(

@@ -90,10 +90,14 @@ class LateDrafts:
             first += num
         if not places:
             return
-        at, values = self._on_device([places, tokens])
         # On the stream of the forward pass, before it.
-        runner.input_ids.gpu[where if len(places) == first else where[at]] = values.int()
-        metadata.draft_token_ids[at] = values.to(metadata.draft_token_ids.dtype)
+        values = self._on_device(tokens)
+        if len(places) == first:
+            metadata.draft_token_ids.copy_(values)
+        else:
+            at = self._on_device(places)
+            metadata.draft_token_ids[at], where = values, where[at]
+        runner.input_ids.gpu[where] = values
         self._kept = kept if kept != metadata.num_draft_tokens else None
         if self._by_workers and runner._draft_token_req_ids is not None:
             # The host's copy of the workers' drafts, by which vLLM computes penalties and validates by grammars.
@@ -107,7 +111,7 @@ class LateDrafts:
     def cut(self, sampled: torch.Tensor) -> None:
         """Remove sampled tokens [batch, places + 1] behind drafts that are shorter than their places."""
         if self._kept is not None:
-            (kept,) = self._on_device([self._kept])
+            kept = self._on_device(self._kept)
             sampled.masked_fill_(torch.arange(sampled.shape[1], device=sampled.device) > kept[:, None], -1)
 
     def keep(self, sampled: torch.Tensor) -> None:
@@ -120,9 +124,9 @@ class LateDrafts:
         last = sampled.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
         runner._copy_valid_sampled_token_count(last, counts.int())
 
-    def _on_device(self, numbers: list[list[int]]) -> torch.Tensor:
+    def _on_device(self, numbers: list[int]) -> torch.Tensor:
         device: torch.device = self._runner.device
-        pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+        pinned = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
         return pinned.to(device, non_blocking=True)
 
 

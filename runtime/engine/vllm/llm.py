@@ -164,10 +164,24 @@ def scheduler_of(llm: Any) -> Any:
 
 
 def land(llm: Any) -> None:
-    """Wait for iterations in flight, of requests that have all ended: they belong to the rollout that ends."""
-    core = _core(llm)
+    """Wait for iterations in flight: they belong to the rollout that ends, or to the weights that are replaced.
+
+    The next step of the engine returns what they gave.
+    """
+    core, given = _core(llm), []
     while core.batch_queue:
-        core.step_fn()
+        future, scheduled, _ = core.batch_queue.pop()
+        given.append(core.scheduler.update_from_output(scheduled, future.result()))
+    if not given:
+        return
+    step = core.step_fn
+
+    def landed() -> tuple[Any, bool]:
+        if len(given) == 1:
+            core.step_fn = step
+        return given.pop(0), False
+
+    core.step_fn = landed
 
 
 def keep_drafts_at(llm: Any, rates: Sequence[float]) -> None:
@@ -330,6 +344,7 @@ class WeightUpdates:
         """Begin a weight update, of the learned drafter with `draft`. RunError where vLLM cannot."""
         if without := missing("drafters' weights" if draft else "weight updates"):
             raise RunError(without)
+        land(self._llm)
         self.unusable = "it has only a part of its new weights: their transfer was cut off"
         with self._refusing():
             self._llm.start_draft_weight_update() if draft else self._llm.start_weight_update()

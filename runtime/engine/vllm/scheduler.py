@@ -134,7 +134,7 @@ class Watch:
         if (oldest := self._samples.put((rl_step, prompt_id), max(least, sample + 1))) is not None:
             self._least_sample = max(self._least_sample, oldest[1])
         ids, drafting = request.prompt_token_ids, drafting_of(request.sampling_params)
-        self.control.add(
+        live = self.control.add(
             request.request_id,
             key,
             list(ids or ()),
@@ -143,6 +143,7 @@ class Watch:
             drafting,
             embedded_tokens=request.num_prompt_tokens if ids is None else 0,
         )
+        live.ends = frozenset((request.sampling_params.eos_token_id, *(request.sampling_params.stop_token_ids or ())))
 
     def ended(self, request: Request) -> None:
         """Note the end of a request's turn, before vLLM has it await the next one, with its own status."""
@@ -665,18 +666,15 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
         """Wait for the iteration before the last; return its tokens of requests that go on after them."""
         output = self._queue[0][0].result() if self._queue else None
         sampled, index = (output.sampled_token_ids, output.req_id_to_index) if output is not None else ([], {})
-        tokens = {name: sampled[index[name]] if sampled and name in index else () for name in names}
-        return {name: new for name, new in tokens.items() if not self._ends_with(self.requests.get(name), new)}
-
-    def _ends_with(self, request: Request | None, new_token_ids: Sequence[int]) -> bool:
-        """Return True for a request that these tokens end by a stop token or string, or that has ended."""
-        if request is None or request.is_finished():
-            return True
-        params = request.sampling_params
-        ends = {getattr(params, "eos_token_id", None), *(params.stop_token_ids or ())}
-        return not ends.isdisjoint(new_token_ids) or bool(
-            self._stops is not None and self._stops.completed(request, new_token_ids)
-        )
+        ahead: dict[str, Sequence[int]] = {}
+        for name in names:
+            new = sampled[index[name]] if sampled and name in index else ()
+            live = self.control.live.get(name)
+            if live is None or not live.ends.isdisjoint(new):
+                continue
+            if self._stops is None or not self._stops.completed(self.requests[name], new):
+                ahead[name] = new
+        return ahead
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
         # Drafts of the host were made before the tokens in front of them had reached the grammar.

@@ -74,7 +74,6 @@ def written(path, text):
         ('rollout={"staleness":2,"one_step_off":true}', ("1",)),
         ('rollout={"staleness":2,"partial":{"concurrency":9}}', ("rollout.partial",)),
         ('rollout={"staleness":2,"environment":"calculator"}', ()),
-        ('rollout={"staleness":2,"vllm":{"async_scheduling":true}}', ("rollout.vllm.async_schedul",)),
         ('rollout={"staleness":2,"num_workers":9,"prompts_per_step":8}', ()),
         ("rollout.staleness=-1", ("0",)),
         *(

@@ -1,19 +1,19 @@
 """Engines that vLLM schedules asynchronously, under every kind of policy: their tokens are those of one without drafts.
 
-A CPU cannot show drafts that are lost between host and device: see `asynchronous_on_cpu`.
+A CPU cannot show drafts that are lost between host and device: see `bench.vllm.asynchronous`.
 """
 
 from contextlib import closing
 
 import pytest
 
+from bench.vllm.asynchronous import asynchronous
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, HybridSpec, LearnedSpec
 from tltlab.runtime.engine.engine import Engine
 from tltlab.strategy import Strategy
 
 from ..asking import CONTEXT, fixed, kept_and_refused, preempted_by, raising, said_once, switching, texts
 from ..asking import groups_of_four as requests
-from .asynchronous_on_cpu import asynchronous
 
 pytestmark = pytest.mark.engine
 
