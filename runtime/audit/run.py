@@ -418,8 +418,9 @@ class Auditor:
             nonlocal iterations
             iterations += 1
             if updates and iterations == _UPDATE_AFTER:
-                num_before.update({live.key: len(live.output) for live in self.engine.control.live.values()})
                 self.update_weights(1)
+                # It waited for an iteration in flight.
+                num_before.update({live.key: len(live.output) for live in self.engine.control.live.values()})
             return False
 
         rollout = self.engine.generate(

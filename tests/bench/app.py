@@ -158,12 +158,12 @@ def seam(
 
 
 @app.command("async")
+@command
 def overlap(
     batches: Batches = "1,8,64,256",
-    rounds: Annotated[int, Option(min=2, help="Times that every case runs, in turn.")] = 5,
-    tokens: Annotated[int, Option(min=16, help="Tokens of each response.")] = 48,
+    rounds: int = option("Times that every case runs, in turn.", 5, min=2),
+    tokens: int = option("Tokens of each response.", 48, min=16),
     out: Result = None,
-    as_json: Json = False,
 ) -> None:
     """What of the host's work a device waits for: stock vLLM and ours, scheduled asynchronously and not. Runs on a CPU.
 
@@ -173,7 +173,7 @@ def overlap(
 
     _check(out)
     sizes = whole_numbers("--batches", batches, least=1)
-    _tell(bench_overlap(sizes, rounds=rounds, tokens=tokens, progress=progress), as_json, TEXT, out)
+    _tell(bench_overlap(sizes, rounds=rounds, tokens=tokens, progress=progress), TEXT, out)
 
 
 @app.command("batch-size")
