@@ -9,8 +9,10 @@ import pytest
 
 from bench.vllm.asynchronous import asynchronous
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, HybridSpec, LearnedSpec
+from tltlab.policies.bandits import Ucb1
+from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.engine import Engine
-from tltlab.strategy import Strategy
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 from ..asking import CONTEXT, fixed, kept_and_refused, preempted_by, raising, said_once, switching, texts
 from ..asking import groups_of_four as requests
@@ -113,6 +115,21 @@ def test_aborted_requests_come_back_with_what_they_have(late):
     # Nothing is in flight between rollouts: a resume empties the prefix cache.
     assert not late.control.tracker.in_flight
     assert late.llm.reset_prefix_cache()
+
+
+def test_decisions_can_be_repeated(late):
+    """By an engine in the same state, whatever its times are: iterations in flight belong to their rollout."""
+    late.set_policy(Policy(selector=Ucb1.Spec(strategies=(NO_SPECULATION, NGRAM, SUFFIX))))
+    late.forget()
+    late.generate(requests(4, 20), rl_step=0, temperature=0.9)
+    state = late.snapshot()
+    first, again = [], []
+    for rollouts in (first, again):
+        late.restore(state)
+        late.replay([row for rollout in first for row in rollout.decisions.to_pylist()])
+        rollouts += [late.generate(requests(8, 40, rl_step=step), rl_step=step, temperature=0.9) for step in (1, 2)]
+    assert list(map(texts, again)) == list(map(texts, first))
+    assert sum(map(kept_and_refused, first), ()) == sum(map(kept_and_refused, again), ())
 
 
 def test_a_drafter_that_raises_ends_no_request(late, plain, monkeypatch, caplog):
