@@ -375,11 +375,14 @@ class Control:
         strategy = iteration.verified.strategy
         if not self.drafters.asks_host(strategy):
             return {}
-        ahead = wait()
         with self.drafting:
-            iteration.late_s += self.drafters.feed(strategy, self._turn, self.tracker.clock, self.live.values(), ahead)
+            self.drafters.feed(strategy, self._turn, self.tracker.clock, self.live.values())
             if self.drafters.behind(strategy):
                 iteration.verified = replace(iteration.verified, learns=False)
+        ahead = wait()
+        with self.drafting:
+            # From here on the device waits.
+            self.drafters.show(strategy, self.live.values(), ahead)
             depths: list[tuple[Key, int]] = []
             names: list[str] = []
             for name, tokens in ahead.items():

@@ -36,6 +36,9 @@ Ahead = Mapping[str, Sequence[int]]
 
 NOTHING_AHEAD: Ahead = {}
 
+AT_ONCE = 32
+"""Most tokens that a drafter puts in while a device waits for its drafts, if it can draft without them."""
+
 _ESTIMATE_WEIGHT = 0.02
 """Weight of the newest draft in a drafter's mean of accepted tokens: about the last fifty drafts count."""
 
@@ -231,9 +234,16 @@ class DrafterPool(Mapping[str, DrafterState]):
         """Return True if drafts of `strategy` may be made here in the present state."""
         return strategy.speculates and bool(self._candidates(strategy.drafter))
 
-    def feed(
-        self, strategy: Strategy, turn: int, clock: Clock, lives: Collection[LiveRequest], ahead: Ahead = NOTHING_AHEAD
-    ) -> float:
+    def show(self, strategy: Strategy, lives: Collection[LiveRequest], ahead: Ahead) -> None:
+        """Show the drafters that `strategy` may ask tokens `ahead` of outputs, which they may look up later."""
+        many = sum(map(len, ahead.values())) > AT_ONCE
+        for name in self._candidates(strategy.drafter):
+            feed = self._drafter_feeds[name]
+            feed.feed(lives, ahead)
+            if many and feed.drafter.drafts_behind:
+                feed.drafter.catch_up(0)
+
+    def feed(self, strategy: Strategy, turn: int, clock: Clock, lives: Collection[LiveRequest]) -> float:
         """Feed the drafters that `strategy` may ask with newly generated text, requests in order of arrival.
 
         Return the seconds spent on text of turns before `turn`: a drafter not fed in the last k turns has k parts to
@@ -250,7 +260,7 @@ class DrafterPool(Mapping[str, DrafterState]):
                 feed.behind = not drafter.catch_up(most)
                 entry_s = clock()
             late = feed.behind
-            feed.feed(lives, ahead)
+            feed.feed(lives)
             feed.behind = not drafter.catch_up(most)
             late_s += entry_s - start_s + (clock() - entry_s) * (1.0 if late else 1.0 - 1.0 / max(turn - feed.turn, 1))
             feed.turn = turn

@@ -158,7 +158,7 @@ TEXT: Text = (
     Table(
         "rows",
         "engine: {engine}; policy: {policy}; batch: {batch}; host: {host_us:.0f}; a device waits: {waits_us:.0f}; "
-        "of synchronous: {over_synchronous[ratio]:.2f} [{over_synchronous[low]:.2f}, {over_synchronous[high]:.2f}]",
+        "of synchronous: {over_synchronous:.2f}",
         left=2,
     ),
     Goals("goals", "{policy}, batch {batch}: a device waits {waits_us:.0f} us, at most {at_most:g}"),

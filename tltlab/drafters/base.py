@@ -34,6 +34,8 @@ class Drafter(ABC):
     """
 
     piece_tokens = 8192
+    drafts_behind = False
+    """True if drafts continue a request's last tokens also where these wait to be put in (`catch_up`)."""
 
     def begin(self, rl_step: int) -> None:  # noqa: B027
         """A rollout begins: what only served groups of earlier RL steps may be forgotten."""

@@ -280,6 +280,8 @@ class SuffixDrafter(Drafter):
     Draft(tokens=[8, 9], expected=1.0)
     """
 
+    drafts_behind = True
+
     def __init__(
         self,
         scopes: Sequence[Scope] = ("problem",),
