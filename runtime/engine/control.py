@@ -420,7 +420,10 @@ class Control:
     def sampled(self, counts: Sequence[int]) -> Iteration:
         """Process and return the oldest iteration in flight: each request's new tokens, accepted ones included."""
         with self.inside:
-            counted = not self.tracker.drops_next
+            counted, oldest = not self.tracker.drops_next, self.tracker.in_flight[0]
+            if self.departing:
+                # What follows the end of a response is no evidence about drafts.
+                oldest.drafts = {name: each for name, each in oldest.drafts.items() if name not in self.departing}
             iteration = self.tracker.verified(counts)
             if self.waiting:
                 now_s = self.tracker.clock()

@@ -475,7 +475,8 @@ class UnderWay:
 
     def follow_up(self, follow_ups: FollowUps) -> None:
         """Ask for the turns that may begin; wait for one where nothing else runs."""
-        idle = not self._engine.llm.llm_engine.has_unfinished_requests()
+        if idle := not self._engine.llm.llm_engine.has_unfinished_requests():
+            adapter.land(self._engine.llm)
         for turn in follow_ups.ready(self.now_s, wait_for_one=idle):
             self.ask(turn.request, adapter.sampling_params(turn.request, self._defaults), turn)
 

@@ -37,7 +37,10 @@ class Iteration:
     The scheduler gives its batch: request ids, by id the draft tokens to verify, and counts. With its output comes
     `graph`: kind (`GRAPH_KINDS`) and tokens, padding included, of the model's forward pass; None where the engine does
     not report it. `drafted` and `accepted` tokens are in the order of the requests. `drafters` made late drafts, by
-    request id.
+    request id, for which there were `places`.
+
+    The batch is what the scheduler knew: with an iteration in flight it may have requests that end there. Of their
+    tokens there `context_tokens` has one each, until all are known.
     """
 
     request_ids: list[str]
@@ -53,6 +56,7 @@ class Iteration:
     draft_s_before: float | None = 0.0
     next_depth: int = 0
     drafters: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, Sequence[int]] = field(default_factory=dict)
     drafted: Sequence[int] = ()
     accepted: Sequence[int] = ()
     num_generated: int = 0
@@ -78,6 +82,13 @@ class Iteration:
             accepted=self.accepted if speculates else (),
             had_prefill=self.prefill_tokens > 0,
         )
+
+    def common(self, other: "Iteration", counts: Sequence[int]) -> int:
+        """Sum of `counts`, one of each request here, over requests that the `other` has too."""
+        if self.request_ids is other.request_ids:
+            return sum(counts)
+        theirs = set(other.request_ids)
+        return sum(count for name, count in zip(self.request_ids, counts, strict=True) if name in theirs)
 
     def rewarded(self, reward: float | None) -> None:
         """Set the reward of the choice that this iteration verified."""
@@ -210,6 +221,12 @@ class IterationTracker:
         """Record the iteration's batch; return the strategy that it verifies. Without `choose` it drafts nothing."""
         work.number, work.start_s = self.num_scheduled, self._start_s
         work.verified, work.decided, work.draft_s_before = self.in_force, self._decided, self._draft_s
+        work.places = work.drafts
+        for before in self.in_flight:
+            if before.places:
+                # vLLM counts drafts in flight as kept.
+                places = [len(before.places.get(name, ())) for name in before.request_ids]
+                work.context_tokens -= before.common(work, places)
         self._last = work
         self.in_flight.append(work)
         self.num_scheduled += 1
@@ -229,6 +246,8 @@ class IterationTracker:
         if iteration.drafts:
             iteration.drafted = drafted = list(map(len, map(iteration.drafts.get, iteration.request_ids, repeat(()))))
             iteration.accepted = [count - 1 if n and count else 0 for count, n in zip(counts, drafted, strict=True)]
+            for later in self.in_flight:
+                later.context_tokens += iteration.common(later, iteration.accepted)
         else:
             # Iterations without drafts share their zeros, since a rollout keeps all of its iterations until it ends.
             if len(self._zeros) != iteration.batch:

@@ -113,8 +113,12 @@ _NOBODY: Ints = np.zeros(0, np.int64)
 class Batch:
     """Residents of a worker in order of admission, the newest last; `source` gives the gains of each while drafted for.
 
-    `is_steady` is that of the source. With `advances_plain` iterations without speculation may be passed at once.
+    `is_steady` is that of the source. With `advances_plain` iterations without speculation may be passed at once. Where
+    it `lags`, residents are those that a scheduler knows while an iteration is in flight; `num_held` more wait for it.
     """
+
+    lags = False
+    num_held = 0
 
     def __init__(self, requests: Requests, source: Gains):
         self.requests = requests
@@ -241,6 +245,9 @@ class Batch:
             del self._uncounted[num_uncounted:]
 
         return back
+
+    def land(self) -> None:
+        """Nothing can run before what is in flight is known: it is from now on."""
 
     def settle(self) -> None:
         """The last macro-step's time has passed: what it finished is known from now on."""

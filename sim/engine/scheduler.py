@@ -62,7 +62,7 @@ class Scheduler:
     @property
     def is_done(self) -> bool:
         """True if no request is left."""
-        return not (self.waiting or self.prefilling or len(self.batch))
+        return not (self.waiting or self.prefilling or len(self.batch) or self.batch.num_held)
 
     @property
     def room_tokens(self) -> float:
@@ -93,7 +93,7 @@ class Scheduler:
         if (tokens := self.admit_all()) is not None:
             return tokens
         self.admit()
-        if not len(self.batch):
+        if not len(self.batch) and self.prefilling:
             limit = self.max_num_batched_tokens
             return self.prefill(max(1, math.ceil(self.prefilling[0].left_tokens / limit)) * limit)
         return self.prefill(math.inf) if self.max_num_batched_tokens == math.inf else 0.0
@@ -123,7 +123,7 @@ class Scheduler:
     def admit_all(self) -> float | None:
         """Move the whole queue into an empty batch and return the tokens to prefill; None unless all of it fits."""
         waiting = self.waiting
-        if len(self.batch) or self.prefilling or self.cached_tokens or self._prefix_caching:
+        if len(self.batch) or self.prefilling or self.cached_tokens or self._prefix_caching or self.batch.num_held:
             return None
         if self.max_num_batched_tokens < math.inf or len(waiting) > self.max_num_seqs:
             return None
@@ -138,7 +138,7 @@ class Scheduler:
     def admit(self) -> None:
         """Take waiting requests into prefill, in order, while they fit; the first always does."""
         room_tokens, requests, prefilling = self.room_tokens, self.batch.requests, self.prefilling
-        running = len(self.batch)
+        running = len(self.batch) + self.batch.num_held
         groups = set(requests.groups[self._holders].tolist()) if self._prefix_caching else set()
         while self.waiting and running + len(prefilling) < self.max_num_seqs:
             request, generated = self.waiting[0]

@@ -258,6 +258,10 @@ class Worker:
                 scheduler.waiting.append((heapq.heappop(self.away)[1], 0.0))
             up_front = scheduler.schedule()
             batch = len(self.batch)
+            if not batch and self.batch.lags:
+                self.batch.land()
+                self.driver.deliver()
+                continue
             if self.closed and (self.memoryless or self.in_force.stays) and not scheduler.num_waiting:
                 choices, down_to = self._drain_target()
                 if down_to < batch:
@@ -372,7 +376,8 @@ class Worker:
         if scheduler.prefilling:
             scheduler.prefill(entry.chunk_tokens)
         self.log.append(entry)
-        if choice.learns:
+        # Asynchronously the end of the last request is known, and all choices forgotten, before this outcome.
+        if choice.learns and not (self.batch.lags and scheduler.is_done):
             rewarded = self.log.reward_of_last() if self.simulator.record_rewards else None
             self.driver.tell(choice, self._outcome(choice, entry), rewarded)
         self.iteration += macro.num_iterations

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.base import ConstantAcceptance
-from tltlab.arrays import Flags, Floats, Ints
+from tltlab.arrays import Array, Flags, Floats, Ints
 from tltlab.console import table_text, verdict_text
 from tltlab.costs.linear import LinearCosts
 from tltlab.errors import ConfigError
@@ -25,7 +25,7 @@ from tltlab.policies.driver import PolicyDriver, Rewarded
 from tltlab.policies.selector import Selector
 from tltlab.records import Json, frozen
 from tltlab.sim.engine import record
-from tltlab.sim.engine.batch import Batch, Gains, MacroStep, SpeculativeIterations
+from tltlab.sim.engine.batch import TOLERANCE_TOKENS, Batch, Gains, MacroStep, SpeculativeIterations
 from tltlab.sim.engine.record import SimulatedRollout
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
@@ -126,8 +126,7 @@ def _replayed(trace: Trace, span: Sequence[int], force: ActivePolicy, chosen: Co
         max_num_seqs=most_requests(iterations),
     )  # fmt: skip
     # Asynchronously an iteration is scheduled before the tokens of the one before are known: one choice later.
-    drafting = iterations.loc[iterations["draft_depth"] > 0, "draft_duration"]
-    overlapped = len(drafting) > 0 and bool(drafting.isna().all())
+    delay = int(scheduled_late(iterations))
     selectors: list[Selector] = [force.policy.build(np.random.default_rng(words)) for words in force.entropy(workers)]
     registry = trace.drafters.joined(force.policy.drafters)
     for selector in selectors:
@@ -140,13 +139,13 @@ def _replayed(trace: Trace, span: Sequence[int], force: ActivePolicy, chosen: Co
             "never does: the run ran another one"
         )
     simulator = RolloutSimulator(
-        costs=costs, selectors=selectors, record_rewards=True, ahead=True, delay=int(overlapped)
+        costs=costs, selectors=selectors, record_rewards=True, ahead=True, delay=delay
     )
     rewarded = recorded.loc[recorded["reward"].notna(), _PLACE]
     for worker, selector in enumerate(selectors):
         mine = rewarded.loc[rewarded["worker"] == worker, ["rl_step", "iteration"]]
         delivered = frozenset(mine.itertuples(index=False, name=None))
-        simulator.drivers[worker] = RecordedDriver(selector, delivered, worker=worker, delay=int(overlapped))
+        simulator.drivers[worker] = RecordedDriver(selector, delivered, worker=worker, delay=delay)
     strategies = tuple(dict.fromkeys((NO_SPECULATION, *selectors[0].strategies)))
     states = drafters_by_step(trace)
     drafters = sorted({s.drafter for s in strategies if s.speculates})
@@ -208,13 +207,18 @@ def most_requests(iterations: pd.DataFrame) -> int | None:
     return int(largest["batch"].iloc[0]) if (largest["num_waiting"].fillna(0) > 0).any() else None
 
 
+def scheduled_late(iterations: pd.DataFrame) -> bool:
+    """True for iterations of engines that schedule asynchronously, which cannot tell how long drafting took."""
+    return bool(iterations["draft_duration"].isna().all())
+
+
 def recorded_batches(rows: pd.DataFrame) -> Callable[[Requests], RecordedBatch]:
     """Return a function that makes the batches of one rollout's workers, in order."""
-    workers = count()
+    workers, batch = count(), LateBatch if scheduled_late(rows) else RecordedBatch
 
     def made(requests: Requests) -> RecordedBatch:
         mine = rows[rows["worker"] == next(workers)].sort_values("iteration")
-        return RecordedBatch(requests, Recorded(requests, mine), own_seconds(mine))
+        return batch(requests, Recorded(requests, mine), own_seconds(mine))
 
     return made
 
@@ -246,7 +250,7 @@ class Recorded(Gains):
     def _shares(self, batch: RecordedBatch, regime: Regime, total: float) -> Floats:
         residents = batch.residents
         room = np.clip(self._caps[residents] - batch.made[residents] - 1, 0, regime.strategy.reach)
-        room[batch.fresh] = 0.0
+        room[batch.undrafted] = 0.0
         whole = float(room.sum())
         shares: Floats = room if whole == total or not whole else room * (total / whole)
         return shares
@@ -262,16 +266,73 @@ class RecordedBatch(Batch):
         self._before: Ints = np.zeros(0, np.int64)
 
     @property
-    def fresh(self) -> Flags:
-        """Residents that were not in the iteration before, so that nothing was drafted for them."""
+    def undrafted(self) -> Flags:
+        """Residents for which nothing was drafted: they were not in the iteration before."""
         return ~np.isin(self.residents, self._before)
 
     def advance(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
         at, residents = self._recorded.iteration, self.residents
-        macro = super().advance(regime, 1, room_tokens)
+        macro = self._iterate(regime, room_tokens)
         macro.seconds = macro.first_s = float(self._seconds[at]) if at < len(self._seconds) else 0.0
         self._recorded.iteration, self._before = at + 1, residents
         return macro
+
+    def _iterate(self, regime: Regime, room_tokens: float) -> MacroStep:
+        return super().advance(regime, 1, room_tokens)
+
+
+class LateBatch(RecordedBatch):
+    """Residents as a scheduler knows them that schedules asynchronously, with the iteration before in flight.
+
+    Requests that end there run once more, and nothing is drafted for them. A request is held where its next token, in
+    flight, is the last that it may have.
+    """
+
+    lags = True
+
+    def __init__(self, requests: Requests, source: Recorded, seconds: Floats) -> None:
+        super().__init__(requests, source, seconds)
+        self._flying = np.zeros(0, np.int64)
+        self._gains: Array = np.ones((0, 1), np.int64)
+        self._ahead: SpeculativeIterations | None = None
+
+    @property
+    def context_tokens(self) -> float:
+        """As the scheduler knows it: a request in flight gets one token at least."""
+        return super().context_tokens + int(np.isin(self.residents, self._flying).sum())
+
+    @property
+    def undrafted(self) -> Flags:
+        return super().undrafted | (self.remaining <= TOLERANCE_TOKENS)
+
+    def land(self) -> None:
+        self.made[self._flying] += self._gains[:, 0]
+        if self._ahead is not None:
+            self._uncounted.append((self._flying, self._ahead))
+        self._finished = [*self._finished, *self._flying[self._ended(self._flying)].tolist()]
+        self.residents = self.residents[~self._ended(self.residents)]
+        self._flying, self._gains, self._ahead, self.num_held = self._flying[:0], self._gains[:0], None, 0
+
+    def _ended(self, requests: Ints) -> Flags:
+        ended: Flags = self.made[requests] >= self.requests.lengths[requests] - TOLERANCE_TOKENS
+        return ended
+
+    def _iterate(self, regime: Regime, room_tokens: float) -> MacroStep:
+        self.settle()
+        batch = self.residents
+        self.land()
+        left, self.residents = self.residents, batch
+        self._flying, context, shares = batch, super().context_tokens, None
+        self._gains = np.ones((len(batch), 1), np.int64)
+        if regime.strategy.speculates:
+            self._ahead = ahead = self.source.ahead(self, regime, 1, room_tokens)
+            regime, self._gains = ahead.regime, ahead.gains
+            shares = ahead.drafted if isinstance(ahead.drafted, np.ndarray) else None
+        caps = np.array(self.requests.max_response_tokens, np.int64)
+        due = self.made[left] + 1 >= caps[left]
+        self.residents, self.num_held = left[~due], int(due.sum())
+        gains = self._gains if regime.strategy.speculates else None
+        return MacroStep(regime, 1, len(batch), 0.0, 0.0, context, tuple(self._finished), gains, shares)
 
 
 def own_seconds(rows: pd.DataFrame) -> Floats:

@@ -1,6 +1,6 @@
 """Rollouts of a real engine, played again by the simulator with their times and acceptance: the same decisions."""
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pandas as pd
@@ -47,16 +47,20 @@ POLICIES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def engine(random_model):
+@pytest.fixture(scope="module", params=["synchronous", "asynchronous"])
+def engine(random_model, request):
     """The target is its own draft model, and the batch holds 12 requests, so that some wait."""
+    from bench.vllm.asynchronous import asynchronous
     from tltlab.runtime.engine.engine import Engine
 
     learned = LearnedSpec(method="draft_model", model=str(random_model))
     args = {"max_num_seqs": 12, "max_model_len": 128, "kv_cache_memory_bytes": 32 << 20}
     drafters = {**DEFAULT_DRAFTERS, "learned": learned}
-    with closing(Engine(str(random_model), drafters=drafters, max_draft_depth=8, vllm_args=args)) as engine:
-        yield engine
+    with asynchronous() if (late := request.param == "asynchronous") else nullcontext():
+        args["async_scheduling"] = late
+        with closing(Engine(str(random_model), drafters=drafters, max_draft_depth=8, vllm_args=args)) as engine:
+            assert engine.control.overlapped == late
+            yield engine
 
 
 def recorded(engine, policy, rl_steps=2):

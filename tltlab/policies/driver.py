@@ -117,10 +117,14 @@ class PolicyDriver:
         else:
             self._deliver(choice, outcome, rewarded)
 
-    def idle(self) -> None:
-        """Nothing is left to run: outcomes held back are delivered, and choices in flight have no meaning."""
+    def deliver(self) -> None:
+        """Deliver outcomes that are held back."""
         while self._undelivered:
             self._deliver(*self._undelivered.popleft()[1:])
+
+    def idle(self) -> None:
+        """Nothing is left to run: outcomes held back are delivered, and choices in flight have no meaning."""
+        self.deliver()
         self.forget()
 
     def _deliver(self, choice: Choice, outcome: StepOutcome, rewarded: Rewarded | None) -> None:
