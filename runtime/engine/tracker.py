@@ -83,7 +83,7 @@ class Iteration:
             had_prefill=self.prefill_tokens > 0,
         )
 
-    def common(self, other: "Iteration", counts: Sequence[int]) -> int:
+    def common(self, other: Iteration, counts: Sequence[int]) -> int:
         """Sum of `counts`, one of each request here, over requests that the `other` has too."""
         if self.request_ids is other.request_ids:
             return sum(counts)

@@ -107,18 +107,22 @@ class Clock:
 
 @dataclass
 class Engine:
-    """vLLM's scheduler in short: first come first served, the newest is preempted when memory runs out."""
+    """vLLM's scheduler in short: first come first served, the newest is preempted when memory runs out.
+
+    Asynchronously an iteration is scheduled while the one before is in flight, and counts its drafts as kept.
+    """
 
     story: Story
     control: Control
     clock: Clock
     outputs: dict[str, list[int]] = field(default_factory=dict)
+    flying: list[tuple[Iteration, int]] = field(default_factory=list)
     preemptions: int = 0
 
     def play(self, rl_step):
-        responses = {r.name: r for r in self.story.rl_steps[rl_step]}
-        waiting, running, drafts = list(responses), [], dict.fromkeys(responses, 0)
-        computed = set()
+        self.responses = responses = {r.name: r for r in self.story.rl_steps[rl_step]}
+        waiting, self.running, self.drafts = list(responses), [], dict.fromkeys(responses, 0)
+        running, computed, self.iteration = self.running, set(), 0
         self.control.begin(rl_step)
         for name, response in responses.items():
             self.outputs[name] = []
@@ -126,18 +130,18 @@ class Engine:
             self.control.add(name, key, range(response.prompt_tokens), self.outputs[name], response.cap)
 
         def context(name):
-            return responses[name].prompt_tokens + len(self.outputs[name])
+            flying = (len(work.places.get(name, ())) + 1 for work, _ in self.flying if name in work.request_ids)
+            return responses[name].prompt_tokens + len(self.outputs[name]) + sum(flying)
 
         capacity = self.story.capacity_tokens or 10**9
-        iteration = 0
-        while waiting or running:
+        while waiting or running or self.flying:
             self.control.iteration_starts()
             preempted = False
             while len(running) > 1 and sum(map(context, running)) + len(running) > capacity:
                 newest = running.pop()
                 waiting.insert(0, newest)
                 computed.discard(newest)
-                drafts[newest] = 0
+                self.drafts[newest] = 0
                 preempted = True
                 self.preemptions += 1
             while (
@@ -145,44 +149,59 @@ class Engine:
                 and sum(map(context, [*running, waiting[0]])) + len(running) + 1 <= capacity
             ):  # fmt: skip
                 running.append(waiting.pop(0))
-            prefill = sum(context(name) for name in running if name not in computed)
-            computed |= set(running)
-            work = Iteration(
-                request_ids=list(running),
-                drafts={name: [0] * drafts[name] for name in running if drafts[name]},
-                waiting=len(waiting),
-                context_tokens=sum(map(context, running)),
-                prefill_tokens=prefill,
-            )
-            depth = self.control.scheduled(work)
-            verified = len(running) + sum(drafts[name] for name in running)
-            counts = [1 + min(drafts[name], self.story.kept(name, len(self.outputs[name]))) for name in running]
-            verify_s, draft_s = self.story.seconds(iteration, verified, depth * len(running))
-            self.clock.now_s += verify_s + draft_s
-            self.control.sampled(counts)
-            for name, count in zip(list(running), counts, strict=True):
-                left = responses[name].tokens - len(self.outputs[name])
-                self.outputs[name] += [1] * min(count, left)
-                if count >= left:
-                    running.remove(name)
-                    self.control.finish(name)
-            # The workers drafted for everybody, before anyone knew who had ended.
-            made = self.control.drafts(
-                work.request_ids, [[0] * depth] * len(work.request_ids) if depth else [], draft_s
-            )
-            lengths = map(len, made) if made else [0] * len(work.request_ids)
-            drafts |= dict(zip(work.request_ids, lengths, strict=True))
-            iteration += 1
+            flying = {name for work, _ in self.flying for name in work.request_ids}
+            batch = [n for n in running if n not in flying or len(self.outputs[n]) + 1 < responses[n].cap]
+            if batch:
+                work = Iteration(
+                    request_ids=batch,
+                    drafts={name: [0] * self.drafts[name] for name in batch if self.drafts[name]},
+                    waiting=len(waiting),
+                    context_tokens=sum(map(context, batch)),
+                    prefill_tokens=sum(context(name) for name in batch if name not in computed),
+                )
+                computed.update(batch)
+                depth = self.control.scheduled(work)
+                if self.control.overlapped:
+                    self.drafts |= dict.fromkeys(batch, depth)
+                self.flying.append((work, depth))
+            if len(self.flying) > self.control.overlapped or not batch:
+                self.land(*self.flying.pop(0))
         self.control.idle()
         iterations, _ = self.control.end()
         return iterations.to_pandas()
 
+    def land(self, work, depth):
+        """The output of an iteration, of whose drafts none goes beyond a cap."""
+        batch, drafts = work.request_ids, self.drafts
+        if self.control.overlapped:
+            room = {name: self.responses[name].cap - len(self.outputs[name]) - 1 for name in work.drafts}
+            work.drafts = {name: each[: room[name]] for name, each in work.drafts.items() if room[name] > 0}
+        drafted = {name: len(each) for name, each in work.drafts.items() if name in self.running}
+        counts = [1 + min(drafted.get(name, 0), self.story.kept(name, len(self.outputs[name]))) for name in batch]
+        seconds = self.story.seconds(self.iteration, len(batch) + sum(drafted.values()), depth * len(batch))
+        self.clock.now_s += sum(seconds)
+        self.iteration += 1
+        self.control.sampled(counts)
+        for name, count in zip(batch, counts, strict=True):
+            if name in self.running:
+                left = self.responses[name].tokens - len(self.outputs[name])
+                self.outputs[name] += [1] * min(count, left)
+                if count >= left:
+                    self.running.remove(name)
+                    self.control.finish(name)
+        if not self.running and self.control.overlapped and not self.control.live:
+            self.control.idle()
+        if not self.control.overlapped:
+            # The workers drafted for everybody, before anyone knew who had ended.
+            made = self.control.drafts(batch, [[0] * depth] * len(batch) if depth else [], seconds[1])
+            lengths = map(len, made) if made else [0] * len(batch)
+            drafts |= dict(zip(batch, lengths, strict=True))
 
-def engine_iterations(story, policy):
+def engine_iterations(story, policy, late=False):
     """The iterations of each RL step, with a policy beside the engine."""
     clock = Clock()
     pool = DrafterPool({"learned": LearnedSpec(method="eagle", model="a/head")}, 4)
-    control = Control(pool, clock=clock)
+    control = Control(pool, overlapped=late, clock=clock)
     control.set_selector(policy)
     engine, iterations = Engine(story, control, clock), []
     for rl_step in range(len(story.rl_steps)):
@@ -193,7 +212,7 @@ def engine_iterations(story, policy):
     return iterations
 
 
-def simulated_depths(story, policy, iterations):
+def simulated_depths(story, policy, iterations, late=False):
     """Depths that each iteration verifies in the simulator's worker."""
     depths = []
     costs = LinearCosts(
@@ -201,7 +220,7 @@ def simulated_depths(story, policy, iterations):
         draft_level_s=0.0, draft_level_per_request_s=0.0, prefill_per_token_s=0.0, max_num_seqs=story.most_running,
         kv_capacity_tokens=story.capacity_tokens,
     )  # fmt: skip
-    simulator = RolloutSimulator(costs=costs, selectors=[policy])
+    simulator = RolloutSimulator(costs=costs, selectors=[policy], delay=int(late))
     for step, rows in zip(requests_by_step(trace_of(story)), iterations, strict=True):
         state = DrafterState(updates=10 * step.rl_step)
         simulator.drafters = {"learned": state}
@@ -234,15 +253,21 @@ STORIES = {
                    Response(name="a", prompt_tokens=3, tokens=7, reason="abort")]]
     ),
     "the drafter is updated between RL steps": Story(rl_steps=[SHORT, SHORT[::-1], SHORT[:2]]),
+    "all wait for one at its cap": Story(
+        rl_steps=[[Response(name=n, prompt_tokens=3, tokens=9, reason="length", cap=9) for n in "abc"]], most_running=1
+    ),
     "one request": Story(rl_steps=[[Response(name="r", prompt_tokens=1, tokens=9)]]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("hold", [1, 3])
-@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
-def test_a_policy_gets_the_same_calls_everywhere(story, hold):
-    beside_engine, simulated = Recording(hold), Recording(hold)
-    simulated_depths(story, simulated, engine_iterations(story, beside_engine))
+@pytest.mark.parametrize(
+    ("name", "late"),
+    [(name, late) for late in (False, True) for name in STORIES if not (late and STORIES[name].capacity_tokens)],
+)
+def test_a_policy_gets_the_same_calls_everywhere(name, late, hold):
+    story, beside_engine, simulated = STORIES[name], Recording(hold), Recording(hold)
+    simulated_depths(story, simulated, engine_iterations(story, beside_engine, late), late)
     for n, (engine, simulator) in enumerate(zip(beside_engine.calls, simulated.calls, strict=False)):
         assert engine == simulator, f"call {n}"
     assert len(beside_engine.calls) == len(simulated.calls)
