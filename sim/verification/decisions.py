@@ -138,9 +138,7 @@ def _replayed(trace: Trace, span: Sequence[int], force: ActivePolicy, chosen: Co
             f"{trace.path or 'the trace'}: RL step {span[0]} chose {min(map(str, foreign))}, which policy {force.name} "
             "never does: the run ran another one"
         )
-    simulator = RolloutSimulator(
-        costs=costs, selectors=selectors, record_rewards=True, ahead=True, delay=delay
-    )
+    simulator = RolloutSimulator(costs=costs, selectors=selectors, record_rewards=True, ahead=True, delay=delay)
     rewarded = recorded.loc[recorded["reward"].notna(), _PLACE]
     for worker, selector in enumerate(selectors):
         mine = rewarded.loc[rewarded["worker"] == worker, ["rl_step", "iteration"]]

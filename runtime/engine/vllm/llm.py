@@ -422,6 +422,7 @@ class AdapterUpdates(WeightUpdates):
             return
         from vllm.lora.request import LoRARequest
 
+        land(self._llm)
         with self._refusing():
             write_adapter(self._folder, self._received, self._alpha, self._model)
             self._llm.llm_engine.add_lora(LoRARequest("policy", 1, str(self._folder), load_inplace=True))

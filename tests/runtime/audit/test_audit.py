@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 from itertools import product
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
+from bench.vllm.asynchronous import asynchronous
 from tests.refused import refused
 from tests.runtime.stock_sampling import unfixed_sampling
 from tltlab.console import JSON, running
@@ -180,10 +182,12 @@ QUICK = ("batch", "mixed", "queue", "switching", "greedy")
 
 
 @pytest.mark.engine
-def test_the_engine_is_lossless(monkeypatch):
+@pytest.mark.parametrize("scheduling", [nullcontext, asynchronous])
+def test_the_engine_is_lossless(scheduling, monkeypatch):
     # One request at a time takes longer than all else together; a third of them are enough to compare.
     monkeypatch.setattr("tltlab.runtime.audit.run.rounds", lambda *asked: rounds(*asked)[:96])
-    code, found = run(*FAST)
+    with scheduling():
+        code, found = run(*FAST, "--vllm", f"async_scheduling={json.dumps(scheduling is asynchronous)}")
     assert [case["reason"] for case in found["cases"]] == [None] * len(found["cases"])
     assert (code, found["passed"]) == (0, True)
     sampled = [case for case in found["cases"] if case["composition"] != "greedy"]
