@@ -1,7 +1,7 @@
 """Asynchronous scheduling on a CPU, where vLLM turns it off and has no streams and events for it.
 
-A CPU does everything in order, and its host and device buffers are the same: drafts that never reach a device do not
-show here.
+A CPU does everything in order. Its host and device buffers, which vLLM makes the same, are apart here, as on a GPU: drafts
+that never reach the device show.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class _Nothing:
 def asynchronous() -> Iterator[None]:
     """Within the block, engines start that are scheduled asynchronously, unless their settings forbid it, and run."""
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     stock = CpuPlatform.check_and_update_config.__func__
 
@@ -39,6 +40,7 @@ def asynchronous() -> Iterator[None]:
     cuda = {"Event": _Nothing, "Stream": _Nothing, "current_stream": _Nothing, "stream": lambda _: nullcontext()}
     with ExitStack() as patches:
         patches.enter_context(replaced(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config)))
+        patches.enter_context(replaced(CPUModelRunner, "_postprocess_tensors", lambda self: None))
         for name, value in cuda.items():
             patches.enter_context(replaced(torch.cuda, name, value))
         yield

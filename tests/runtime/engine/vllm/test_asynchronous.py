@@ -1,7 +1,4 @@
-"""Engines that vLLM schedules asynchronously, under every kind of policy: their tokens are those of one without drafts.
-
-A CPU cannot show drafts that are lost between host and device: see `bench.vllm.asynchronous`.
-"""
+"""Engines that vLLM schedules asynchronously, under every kind of policy: their tokens are those of one without drafts."""
 
 from contextlib import closing
 
