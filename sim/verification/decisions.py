@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.base import ConstantAcceptance
-from tltlab.arrays import Array, Flags, Floats, Ints
+from tltlab.arrays import Flags, Floats, Ints
 from tltlab.console import table_text, verdict_text
 from tltlab.costs.linear import LinearCosts
 from tltlab.errors import ConfigError
@@ -231,7 +231,6 @@ class Recorded(Gains):
     def __init__(self, requests: Requests, rows: pd.DataFrame):
         self._accepted = rows["accepted_per_request"].tolist() if "accepted_per_request" in rows else [None] * len(rows)
         self._drafted = rows["num_drafted"].tolist()
-        self._caps = np.array(requests.max_response_tokens, np.int64)
         self.iteration = 0
 
     def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> SpeculativeIterations:
@@ -247,7 +246,7 @@ class Recorded(Gains):
 
     def _shares(self, batch: RecordedBatch, regime: Regime, total: float) -> Floats:
         residents = batch.residents
-        room = np.clip(self._caps[residents] - batch.made[residents] - 1, 0, regime.strategy.reach)
+        room = np.clip(batch.requests.caps[residents] - batch.made[residents] - 1, 0, regime.strategy.reach)
         room[batch.undrafted] = 0.0
         whole = float(room.sum())
         shares: Floats = room if whole == total or not whole else room * (total / whole)
@@ -290,47 +289,36 @@ class LateBatch(RecordedBatch):
 
     def __init__(self, requests: Requests, source: Recorded, seconds: Floats) -> None:
         super().__init__(requests, source, seconds)
-        self._flying = np.zeros(0, np.int64)
-        self._gains: Array = np.ones((0, 1), np.int64)
-        self._ahead: SpeculativeIterations | None = None
+        # By request the tokens in flight, of which the scheduler knows that there is one.
+        self._flying = np.zeros(len(requests))
+        self._counted_later: list[tuple[Ints, SpeculativeIterations]] = []
 
     @property
     def context_tokens(self) -> float:
-        """As the scheduler knows it: a request in flight gets one token at least."""
-        return super().context_tokens + int(np.isin(self.residents, self._flying).sum())
+        return super().context_tokens - float(np.maximum(self._flying[self.residents] - 1, 0).sum())
+
+    def generated(self, request: int) -> float:
+        return super().generated(request) - float(self._flying[request])
 
     @property
     def undrafted(self) -> Flags:
         return super().undrafted | (self.remaining <= TOLERANCE_TOKENS)
 
     def land(self) -> None:
-        self.made[self._flying] += self._gains[:, 0]
-        if self._ahead is not None:
-            self._uncounted.append((self._flying, self._ahead))
-        self._finished = [*self._finished, *self._flying[self._ended(self._flying)].tolist()]
-        self.residents = self.residents[~self._ended(self.residents)]
-        self._flying, self._gains, self._ahead, self.num_held = self._flying[:0], self._gains[:0], None, 0
-
-    def _ended(self, requests: Ints) -> Flags:
-        ended: Flags = self.made[requests] >= self.requests.lengths[requests] - TOLERANCE_TOKENS
-        return ended
+        self._flying[:], self.num_held = 0.0, 0
+        self._uncounted += self._counted_later
+        self._counted_later = []
 
     def _iterate(self, regime: Regime, room_tokens: float) -> MacroStep:
-        self.settle()
-        batch = self.residents
         self.land()
-        left, self.residents = self.residents, batch
-        self._flying, context, shares = batch, super().context_tokens, None
-        self._gains = np.ones((len(batch), 1), np.int64)
-        if regime.strategy.speculates:
-            self._ahead = ahead = self.source.ahead(self, regime, 1, room_tokens)
-            regime, self._gains = ahead.regime, ahead.gains
-            shares = ahead.drafted if isinstance(ahead.drafted, np.ndarray) else None
-        caps = np.array(self.requests.max_response_tokens, np.int64)
-        due = self.made[left] + 1 >= caps[left]
-        self.residents, self.num_held = left[~due], int(due.sum())
-        gains = self._gains if regime.strategy.speculates else None
-        return MacroStep(regime, 1, len(batch), 0.0, 0.0, context, tuple(self._finished), gains, shares)
+        known, num_uncounted = self.residents[self.remaining > TOLERANCE_TOKENS], len(self._uncounted)
+        before = self.made[known] + 1
+        batch, macro = self.residents, super()._iterate(regime, room_tokens)
+        self._uncounted, self._counted_later = self._uncounted[:num_uncounted], self._uncounted[num_uncounted:]
+        self._flying[batch] = 1.0 if macro.gains is None else macro.gains[:, 0]
+        due = before >= self.requests.caps[known]
+        self.residents, self.num_held = known[~due], int(due.sum())
+        return macro
 
 
 def own_seconds(rows: pd.DataFrame) -> Floats:

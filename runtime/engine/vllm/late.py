@@ -14,7 +14,7 @@ iteration is sent there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -41,7 +41,7 @@ class LateDrafts:
         self._by_workers = False
         self._kept: list[int] | None = None
 
-    def begin(self, output: Any) -> None:
+    def begin(self, output: Any, *_: Any) -> None:
         """Note an iteration that begins, and make vLLM put zeros into places for which the workers made no drafts."""
         runner, self._output, self._metadata, self._kept = self._runner, output, None, None
         num_places = max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)
@@ -61,7 +61,7 @@ class LateDrafts:
         if self._early:
             self.fill()
 
-    def fill(self) -> None:
+    def fill(self, *_: Any) -> None:
         """Wait for drafts and put them into the inputs, once."""
         runner, output, metadata = self._runner, self._output, self._metadata
         self._output = self._metadata = None
@@ -108,15 +108,16 @@ class LateDrafts:
                     filled = batch.spec_token_ids[row]
                     runner.draft_token_ids_cpu[index[name], : len(filled)] = torch.tensor(filled)
 
-    def cut(self, sampled: torch.Tensor) -> None:
+    def cut(self, output: Any) -> None:
         """Remove sampled tokens [batch, places + 1] behind drafts that are shorter than their places."""
         if self._kept is not None:
+            sampled = output.sampled_token_ids
             kept = self._on_device(self._kept)
             sampled.masked_fill_(torch.arange(sampled.shape[1], device=sampled.device) > kept[:, None], -1)
 
-    def keep(self, sampled: torch.Tensor) -> None:
+    def keep(self, _: Any, output: Any, *__: Any) -> None:
         """Keep the last tokens and their counts on the device, for the next iteration's inputs."""
-        runner = self._runner
+        runner, sampled = self._runner, output.sampled_token_ids
         if sampled.shape[1] == 1 or runner.input_batch.prev_sampled_token_ids is not None:
             return
         counts = (sampled >= 0).sum(1)
@@ -128,10 +129,6 @@ class LateDrafts:
         device: torch.device = self._runner.device
         pinned = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
         return pinned.to(device, non_blocking=True)
-
-
-def _late(runner: Any) -> LateDrafts | None:
-    return cast(LateDrafts | None, getattr(runner, ATTRIBUTE, None))
 
 
 def schedule_host_drafts() -> None:
@@ -165,34 +162,21 @@ def take_late_drafts() -> None:
         if attached(self.vllm_config).get("host_drafts") and self.use_async_spec_decode:
             setattr(self, ATTRIBUTE, LateDrafts(self))
 
-    @replacing(V1Runner, "execute_model")
-    def execute_model(stock: Any, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if (late := _late(self)) is not None:
-            late.begin(scheduler_output)
-        return stock(self, scheduler_output, *args, **kwargs)
+    def around(
+        name: str, before: Callable[..., object] | None = None, after: Callable[[LateDrafts, Any], object] | None = None
+    ) -> None:
+        @replacing(V1Runner, name)
+        def method(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+            late = vars(self).get(ATTRIBUTE)
+            if late is not None and before is not None:
+                before(late, *args)
+            result = stock(self, *args, **kwargs)
+            if late is not None and after is not None:
+                after(late, result)
+            return result
 
-    @replacing(V1Runner, "_calc_spec_decode_metadata")
-    def calculate(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        metadata = stock(self, *args, **kwargs)
-        if (late := _late(self)) is not None:
-            late.found(metadata)
-        return metadata
-
-    @replacing(V1Runner, "_model_forward")
-    def forward(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (late := _late(self)) is not None:
-            late.fill()
-        return stock(self, *args, **kwargs)
-
-    @replacing(V1Runner, "_sample")
-    def sample(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        sampled = stock(self, *args, **kwargs)
-        if (late := _late(self)) is not None:
-            late.cut(sampled.sampled_token_ids)
-        return sampled
-
-    @replacing(V1Runner, "_bookkeeping_sync")
-    def keep_books(stock: Any, self: Any, scheduler_output: Any, sampler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if (late := _late(self)) is not None:
-            late.keep(sampler_output.sampled_token_ids)
-        return stock(self, scheduler_output, sampler_output, *args, **kwargs)
+    around("execute_model", LateDrafts.begin)
+    around("_calc_spec_decode_metadata", after=LateDrafts.found)
+    around("_model_forward", LateDrafts.fill)
+    around("_sample", after=LateDrafts.cut)
+    around("_bookkeeping_sync", LateDrafts.keep)
