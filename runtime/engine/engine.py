@@ -62,8 +62,8 @@ class Engine:
     `drafters` have the names that strategies use, at most one of them learned; by default `ngram` and `suffix`. The
     engine is built for drafts up to `max_draft_depth`, with 0 for no speculation. The engine seeds and uses this
     process's random generators. `graphs` are the CUDA graphs to capture, None for vLLM's own choice. `vllm_args` have
-    vLLM's own names and override the defaults. Scheduling is asynchronous with `async_scheduling=True`, which a CPU
-    does not have.
+    vLLM's own names and override the defaults. Scheduling is asynchronous where vLLM allows it (not on a CPU), and
+    synchronous with `async_scheduling=False`.
     """
 
     def __init__(

@@ -91,7 +91,6 @@ def engine_arguments(seed: int, vllm_args: Fields) -> Json:
         # Iterations report their CUDA graph: two numbers and a word each.
         "cudagraph_metrics": True,
         "seed": seed,
-        "async_scheduling": False,
     }
     if cpu:
         # vLLM's own default takes 92 % of the machine's memory.

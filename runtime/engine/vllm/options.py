@@ -134,9 +134,8 @@ def vllm_options(
     Without a policy the engine is only recorded, its own speculation included: vLLM treats the other arguments as usual
     (`scheduler.record_only`), and an error of the recording ends no engine.
 
-    vLLM schedules asynchronously where it can (on a CPU it cannot), with model-free drafts only where
-    `async_scheduling` is true. The policy then chooses without the last iteration's tokens, and drafting times are in
-    no trace.
+    vLLM schedules asynchronously where it can (on a CPU it cannot), unless `async_scheduling` is given. The policy then
+    chooses without the last iteration's tokens, and drafting times are in no trace.
 
     `for_` returns the form that the program passes on unchanged: NeMo-RL under `vllm_kwargs` and SkyRL under
     `engine_init_kwargs` as they are; prime-rl, whose TOML has no null, without nulls; verl under `engine_kwargs.vllm`,
@@ -144,9 +143,9 @@ def vllm_options(
     their engines: for them the result is environment variables (`Variables`).
 
     >>> sorted(vllm_options("beg-mab"))
-    ['additional_config', 'async_scheduling', 'scheduler_cls', 'speculative_config']
-    >>> vllm_options("beg-mab", for_="verl")["no-async-scheduling"], vllm_options("beg-mab", for_="trl")
-    (True, {'TLTLAB_POLICY': 'beg-mab'})
+    ['additional_config', 'scheduler_cls', 'speculative_config']
+    >>> vllm_options("beg-mab", for_="trl")
+    {'TLTLAB_POLICY': 'beg-mab'}
     """
     if policy is None and record is None:
         raise ConfigError("nothing to do for the engine: give a policy, a folder to record to, or both")
@@ -195,8 +194,6 @@ def vllm_options(
             options["cudagraph_metrics"] = True
     elif "tltlab" not in os.environ.get("VLLM_PLUGINS", "tltlab").split(","):
         raise ConfigError("VLLM_PLUGINS leaves out 'tltlab', which records: add it")
-    if async_scheduling is None and pool.feeds:
-        async_scheduling = False
     if async_scheduling is not None:
         options["async_scheduling"] = async_scheduling
     plan = None

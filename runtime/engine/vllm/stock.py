@@ -26,8 +26,6 @@ class PlainStock:
         with starting():
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             args = engine_arguments(seed, vllm_args)
-            # Left to vLLM, which schedules asynchronously wherever it can.
-            args["async_scheduling"] = vllm_args.get("async_scheduling")
             with uncompiled(on_cpu() and args["enforce_eager"]):
                 import vllm
 

@@ -55,8 +55,8 @@ def answers(engine):
     return [(list(each.outputs[0].token_ids), each.outputs[0].finish_reason) for each in outputs]
 
 
-def drafting(model, overlapped=False, **more):
-    return Engine(str(model), max_draft_depth=6, vllm_args={**ARGS, "async_scheduling": overlapped}, **more)
+def drafting(model, **more):
+    return Engine(str(model), max_draft_depth=6, vllm_args=ARGS, **more)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def plain(random_model):
 @pytest.fixture(scope="module")
 def late(random_model, plain):
     """It takes drafts of the host, and preempts."""
-    with asynchronous(), closing(drafting(random_model, True)) as engine:
+    with asynchronous(), closing(drafting(random_model)) as engine:
         assert engine.control.overlapped
         yield engine
 
@@ -142,5 +142,5 @@ def test_drafts_of_host_and_device_mix(random_model, plain, late):
     late.close()
     learned = LearnedSpec(method="draft_model", model=str(random_model), fallback="suffix")
     drafters = {**DEFAULT_DRAFTERS, "learned": learned, "hybrid": HybridSpec(first="suffix", otherwise="learned")}
-    with asynchronous(), closing(drafting(random_model, True, drafters=drafters)) as engine:
+    with asynchronous(), closing(drafting(random_model, drafters=drafters)) as engine:
         check(engine, WITH_HEAD, plain)
