@@ -1,7 +1,7 @@
 """Asynchronous scheduling on a CPU, where vLLM turns it off and has no streams and events for it.
 
-A CPU does everything in order. Its host and device buffers, which vLLM makes the same, are apart here, as on a GPU: drafts
-that never reach the device show.
+A CPU does everything in order. Its host and device buffers, which vLLM makes the same, are apart here, as on a GPU:
+drafts that never reach the device show.
 """
 
 from __future__ import annotations

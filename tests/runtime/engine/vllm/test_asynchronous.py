@@ -1,4 +1,4 @@
-"""Engines that vLLM schedules asynchronously, under every kind of policy: their tokens are those of one without drafts."""
+"""Engines that vLLM schedules asynchronously, under every kind of policy: their tokens are those without drafts."""
 
 from contextlib import closing
 
