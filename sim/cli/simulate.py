@@ -59,7 +59,10 @@ def simulate(
     Example: tltlab simulate traces/tiny --strategy 4,1,5 --sd-threshold 8 --acceptance geometric:0.7 --json
     """
     source = read(trace)
-    refuse_to_overwrite_recording(out)
+    if out is not None and (out / MANIFEST_FILE).exists() and (kind := read(out).manifest.kind) != "simulated":
+        raise ConfigError(
+            f"{out} holds a trace of kind {kind!r}, which a simulation must not replace: choose another --out"
+        )
     config = replace(config, admission=asynchronous(staleness, stale=stale, concurrency=concurrency))
     config, machine = config.on_trace(source)
     others = stages if stages or machine is None else machine.stages
@@ -133,11 +136,3 @@ def choose_policy(name: str, strategy: str | None, sd_threshold: int | None, dra
         raise ConfigError(f"--sd-threshold counts requests, got {sd_threshold}")
     active = Activation(max_requests=sd_threshold, count="running", hold_iterations=0)
     return chosen.model_copy(update={"activation": active})
-
-
-def refuse_to_overwrite_recording(out: Path | None) -> None:
-    """ConfigError where `out` is a trace that no simulation wrote."""
-    if out is not None and (out / MANIFEST_FILE).exists() and (kind := read(out).manifest.kind) != "simulated":
-        raise ConfigError(
-            f"{out} holds a trace of kind {kind!r}, which a simulation must not replace: choose another --out"
-        )

@@ -222,9 +222,7 @@ class SpeedUp:
     @classmethod
     def of(cls, base: Times, own: Times, ranges: tuple[Band, Band | None], seed: int, **more: Any) -> Self:
         """From the seconds that are compared, and their ranges; `more` are further fields."""
-        rl_step = None
-        if base.step_s is not None and own.step_s is not None:
-            rl_step = paired_speed_up(base.step_s, own.step_s, seed)
+        rl_step = None if ranges[1] is None else paired_speed_up(base.seconds(True), own.seconds(True), seed)
         rollout = paired_speed_up(base.rollout_s, own.rollout_s, seed)
         return cls(rollout=rollout, rl_step=rl_step, band=ranges[0], rl_step_band=ranges[1], **more)
 
@@ -300,11 +298,8 @@ def bands(
 
         nominal = plain.rollout_s, drafting.rollout_s
         estimate = ratio(nominal)
-        effects: dict[Source, Effect] = {}
-        at = 0
-        for name, ends in moved.items():
-            effects[name] = effect(estimate, [ratio(pair) for pair in pairs[at : at + len(ends)]])
-            at += len(ends)
+        each = iter(pairs)
+        effects = {name: effect(estimate, [ratio(next(each)) for _ in ends]) for name, ends in moved.items()}
         if not moved["acceptance"]:
             effects["acceptance"] = errors.of_tokens()
         if whole:
@@ -312,7 +307,7 @@ def bands(
             low, high = effect(estimate, [ratio(nominal, 1 / f) for f in factors])
             effects["costs"] = -math.hypot(effects["costs"][0], low), math.hypot(effects["costs"][1], high)
         if drawn:
-            logs = [math.log(ratio(pair, scale)) for pair, scale in zip(pairs[at:], tokens_of, strict=True)]
+            logs = [math.log(ratio(pair, scale)) for pair, scale in zip(each, tokens_of, strict=True)]
             margin = student_margin(float(np.std(logs, ddof=1)), len(logs) - 1, LEVEL)
             effects["lengths"] = -margin, margin
         else:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import field, fields, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -202,7 +202,12 @@ class Study:
             journal.add(keys[at], result)
         if failed and not found:
             raise next(iter(failed.values()))
-        rows = [row for at in range(len(self.cells)) for row in self._labelled(at, found.get(at, ()))]
+        rows: list[Row] = []
+        for at, cell in enumerate(self.cells):
+            kind = "policy" if cell.system is None else "system"
+            labels = {"cell": at, kind: cell.name, **cell.axes, "backend": SIMULATED, "seed": cell.scenario.seed}
+            labels |= cell.scenario.granted(cell.policy.strategies) if self.details else {}
+            rows += [labels | row for row in found.get(at, ())]
         table = pd.DataFrame(rows)
         table.attrs["failed"] = {label: one_line(error) for label, error in failed.items()}
         return table
@@ -213,15 +218,6 @@ class Study:
         if failed := table.attrs["failed"]:
             raise ConfigError("; ".join(f"{label}: {why}" for label, why in failed.items()))
         return [rows["makespan_s"].to_numpy(np.float64) for _, rows in table.groupby("cell", sort=False)]
-
-    def _labelled(self, at: int, rows: Sequence[Row]) -> Iterator[Row]:
-        cell = self.cells[at]
-        kind = "policy" if cell.system is None else "system"
-        labels = {"cell": at, kind: cell.name, **cell.axes, "backend": SIMULATED, "seed": cell.scenario.seed}
-        if self.details:
-            labels |= cell.scenario.granted(cell.policy.strategies)
-        for row in rows:
-            yield labels | row
 
 
 def _check(cell: Cell) -> None:

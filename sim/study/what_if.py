@@ -172,6 +172,13 @@ class WhatIf:
         return self.logged.scenarios.is_sampled
 
     @property
+    def is_enough(self) -> bool:
+        """True if RL steps more would not make the speed-ups much surer, as their costs are off."""
+        ratios = [ratio for a in self.answers for ratio in (a.rollout, a.rl_step) if ratio is not None]
+        rows: Any = self.systems.to_dict("records")
+        return small(ratios + intervals_of(rows), self._evidence["speedup_error"])
+
+    @property
     def setting(self) -> str:
         """The machine, or its costs."""
         machine = self.logged.scenarios.machine
@@ -458,11 +465,6 @@ class WhatIfConfig(SimulationConfig):
                 f"accept {self.accept:g} is short for an acceptance of one drafter: leave out one of the two"
             )
 
-    @property
-    def only_drafter(self) -> str | None:
-        """The only drafter to find a table for; None: all."""
-        return "learned" if self.accept is not None and self.drafter is None else self.drafter
-
 
 @frozen
 class DrafterTraining:
@@ -516,14 +518,16 @@ def drafter_training(trace: Trace, scenario: Scenario) -> DrafterTraining | None
         seconds.append(np.array([rollout.makespan_s for rollout in settled.rollouts(policy)]))
     trained, untrained = seconds
     spot = trace.spot_training
-    delays = None if spot is None or spot.empty else spot.groupby("rl_step")["yield_s"].max().fillna(0.0)
+    delay_s = None
+    if spot is not None and not spot.empty:
+        delay_s = float(spot.groupby("rl_step")["yield_s"].max().fillna(0.0).mean())
     return DrafterTraining(
         drafter=model.drafter,
         source=source,
         level=model.ratio(worst) / model.ratio(best),
         speed_up=paired_speed_up(untrained, trained, scenario.seed),
         saved_s=float((untrained - trained).mean()),
-        delay_s=None if delays is None else float(delays.mean()),
+        delay_s=delay_s,
     )
 
 
@@ -588,7 +592,7 @@ def what_if(
     )  # fmt: skip
     for rl_steps in samples(trace.rl_steps, config.steps_of(trace)):
         found = ask.answer(rl_steps)
-        if ask.is_enough(found):
+        if found.is_enough:
             break
     others = _others(source, config, lambda **facts: read_lengths(lengths, replace(reading, **facts), form).trace)
     for name, runs in others.items():
@@ -638,7 +642,8 @@ def with_default_machine(config: WhatIfConfig, trace: Trace) -> WhatIfConfig:
 
 def _with_acceptance(config: WhatIfConfig, trace: Trace) -> tuple[WhatIfConfig, str | None, bool]:
     """Return the settings with the acceptance that is asked for, the only drafter, and whether the trace has it."""
-    known, drafter = config.find_acceptance(trace)[0], config.only_drafter
+    known = config.find_acceptance(trace)[0]
+    drafter = "learned" if config.accept is not None and config.drafter is None else config.drafter
     if drafter is not None and (known is None or drafter not in known.drafters):
         STANDARD[drafter]  # Refuses a name that no drafter has.
     if config.accept is not None and drafter is not None:
@@ -826,10 +831,3 @@ class _Question:
         table = Study(cells=cells, jobs=self.config.jobs).table()
         found = compared(cells, table, nominal, "verl")
         return comparison(found, {}, attrs_of(scenarios, nominal, self.systems, cells, table, found, "verl"))
-
-    def is_enough(self, found: WhatIf) -> bool:
-        """True if RL steps more would not make the speed-ups much surer, as their costs are off."""
-        ratios = [ratio for a in found.answers for ratio in (a.rollout, a.rl_step) if ratio is not None]
-        rows: Any = found.systems.to_dict("records")
-        evidence = found.scenario.evidence(found.best.policy.strategies)
-        return small(ratios + intervals_of(rows), evidence["speedup_error"])

@@ -136,11 +136,11 @@ class TuningCases:
         pairs = zip(self.scenarios, self.traces, strict=True)
         return [InputErrors.of(scenario, strategies, trace, recorded=self.recorded) for scenario, trace in pairs]
 
-    def some(self, share: float, least: int) -> TuningCases:
-        """This share of each trace's RL steps, `least` or more, spread over them."""
+    def half(self) -> TuningCases:
+        """Half of each trace's RL steps, two or more, spread over them."""
         chosen = []
         for each in self.scenarios:
-            at = spread(range(len(each.steps)), max(least, math.ceil(share * len(each.steps))))
+            at = spread(range(len(each.steps)), max(2, math.ceil(len(each.steps) / 2)))
             steps = tuple(each.steps[i] for i in at)
             chosen.append(replace(each, steps=steps, queues=tuple(each.queues[i] for i in at)))
         return replace(self, scenarios=tuple(chosen))

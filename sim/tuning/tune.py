@@ -12,8 +12,9 @@ import hashlib
 import html
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -161,11 +162,11 @@ def judge(
     over, bands = ratios[champion], {}
     is_clear = champion == fixed
     if not is_clear and not math.isnan(over.high):
-        known = [scenario.evidence(finalists.policies[champion].strategies) for scenario in cases.scenarios]
-        found = [evidence["speedup_error"] for evidence in known]
-        is_clear = over.high < 1.0 or over.low > 1.0 or small([over], None if None in found else max(found))
-        used = {name: finalists.policies[name] for name in dict.fromkeys((champion, fixed, "none"))}
-        bands = _bands(cases, used, makespans, seeds=seeds, seed=seed)
+        used = finalists.policies[champion].strategies
+        errors = [scenario.evidence(used)["speedup_error"] for scenario in cases.scenarios]
+        is_clear = over.high < 1.0 or over.low > 1.0 or small([over], None if None in errors else max(errors))
+        beside = {name: finalists.policies[name] for name in dict.fromkeys((champion, fixed, "none"))}
+        bands = _bands(cases, beside, makespans, seeds=seeds, seed=seed)
     is_faster = bool(bands) and over.high < 1.0 and not bands[fixed].loses
     worth_it = is_faster and not bands["none"].loses
     if not is_faster:
@@ -206,24 +207,24 @@ def _bands(
     champion, *others = policies
     strategies = [s for policy in policies.values() for s in policy.strategies]
     errors = cases.errors(strategies)
-    ends = [at_range_ends(scenario, error) for scenario, error in zip(cases.scenarios, errors, strict=True)]
-    for scenario, error, found in zip(cases.scenarios, errors, ends, strict=True):
-        found["costs"] += with_overhead(scenario, strategies, error.speed_up)
+    ends = []
+    for scenario, error in zip(cases.scenarios, errors, strict=True):
+        ends.append(at_range_ends(scenario, error))
+        ends[-1]["costs"] += with_overhead(scenario, strategies, error.speed_up)
 
-    def seconds(source: Source, end: int) -> dict[str, list[Floats]]:
-        """Simulate every trace at one end of an input's range, under one seed."""
-        moved = [
-            found[source][end] if end < len(found[source]) else scenario
-            for scenario, found in zip(cases.scenarios, ends, strict=True)
-        ]
-        return replace(cases, scenarios=tuple(moved)).makespans(policies, mode="sampled", seeds=seeds[:1])
+    def seconds(scenarios: Iterable[Scenario]) -> dict[str, list[Floats]]:
+        """Simulate every trace under one seed."""
+        return replace(cases, scenarios=tuple(scenarios)).makespans(policies, mode="sampled", seeds=seeds[:1])
 
     def speed_up(found: Mapping[str, Sequence[Floats]], other: str) -> float:
         return float(np.concatenate(found[other]).sum() / np.concatenate(found[champion]).sum())
 
-    same_seed = cases.makespans(policies, mode="sampled", seeds=seeds[:1])
-    nums = {source: max(len(found[source]) for found in ends) for source in ends[0]}
-    at = {source: [seconds(source, end) for end in range(num)] for source, num in nums.items() if num}
+    same_seed, at = seconds(cases.scenarios), dict[Source, list[dict[str, list[Floats]]]]()
+    for source in ends[0]:
+        for moved in zip_longest(*(found[source] for found in ends)):
+            # A trace whose range has fewer ends stays as it is.
+            here = (end or scenario for end, scenario in zip(moved, cases.scenarios, strict=True))
+            at.setdefault(source, []).append(seconds(here))
     bands = {}
     for other in others:
         effects: dict[Source, Effect] = {
@@ -527,7 +528,7 @@ def tune(
     found: dict[str, list[Trial]] = {}
     raced: dict[str, float] = {}
     if spaces:
-        part, mode = tuning.some(0.5, least=2), "sampled" if config.search else "fluid"
+        part, mode = tuning.half(), "sampled" if config.search else "fluid"
 
         def score(new: Mapping[str, Policy]) -> dict[str, float]:
             return {n: mean_s(seconds) for n, seconds in part.makespans(new, mode=mode, seeds=seeds[:1]).items()}
@@ -546,7 +547,7 @@ def tune(
         for tried in found.values():
             tried.sort(key=lambda trial: (raced.get(str(trial.policy), math.inf), trial.score))
     found = {name: trials for name, trials in found.items() if trials}
-    tuned = min(found, key=lambda name: raced[str(found[name][0].policy)]) if found else ""
+    tuned = min(found, key=lambda name: raced[str(found[name][0].policy)], default="")
     trials = found.get(tuned, [])
     further = {name: ("own", policy) for name, policy in own.items() if not config.search}
     for name, tried in found.items():
@@ -579,9 +580,9 @@ def tune(
         written = f"{judged.verdict} The result is tuned {tuned}, as --search asks."
         judged = replace(judged, name=f"tuned {tuned}", verdict=written)
     chosen = finalists.policies[judged.name]
-    on_tuned, on_judged = (_seconds(each.scenarios, chosen, config.jobs) for each in (tuning, judging))
+    on_tuned, on_judged = (_seconds(cases, chosen) for cases in (tuning, judging))
     planner = min(on_tuned.keys() - {"", EXPECTED}, key=lambda name: on_tuned[name], default="")
-    if not planner or on_tuned[planner] > LEAST_PLANNED * on_tuned[""]:
+    if on_tuned[planner] > LEAST_PLANNED * on_tuned[""]:
         planner = ""
     used = {name: brought[name] for name in {s.drafter for s in chosen.strategies} & brought.keys()}
     row = next(row for row in judged.candidates if row.name == judged.name)
@@ -639,13 +640,13 @@ def _racers(trials: Sequence[Trial]) -> list[Trial]:
     return best + [trial for trial in different.values() if trial.number == 0 and trial not in best]
 
 
-def _seconds(scenarios: Sequence[Scenario], policy: Policy, jobs: int | None) -> dict[str, float]:
+def _seconds(cases: TuningCases, policy: Policy) -> dict[str, float]:
     """Return a policy's seconds as it is (""), placed by expected lengths, and under planners; expected tokens each."""
-    here = [replace(scenario, mode="fluid") for scenario in scenarios]
+    here = [replace(scenario, mode="fluid") for scenario in cases.scenarios]
     others = [{"": each, EXPECTED: each.placed(EXPECTED), **each.planned(policy)} for each in here]
     names = [name for name in others[0] if all(name in each for each in others)]
     cells = [Cell(name=name, policy=policy, scenario=each[name]) for name in names for each in others]
-    table = Study(cells=cells, details=False, jobs=jobs).table()
+    table = Study(cells=cells, details=False, jobs=cases.jobs).table()
     found = table["makespan_s"].groupby(table["cell"] // len(others)).sum()
     return dict(zip(names, found.tolist(), strict=True))
 

@@ -110,8 +110,9 @@ class StepColumns:
         shape: CostModel | None = None
         if costs is None:
             lengths = trace.outcomes.groupby("rl_step")["response_tokens"].agg(["max", "sum"]).loc[timed.index]
-            rows["base_s"] = lengths["max"].to_numpy(np.float64) / accepted.to_numpy()
-            rows["per_request_s"] = lengths["sum"].to_numpy(np.float64) / accepted.to_numpy() / (num_workers or 1)
+            iterations = lengths.div(accepted, axis=0)
+            rows["base_s"] = iterations["max"].to_numpy()
+            rows["per_request_s"] = iterations["sum"].to_numpy() / (num_workers or 1)
         else:
             if num_workers is None:
                 raise ConfigError("the log does not have the number of its engines: give --workers")
