@@ -670,18 +670,17 @@ class _Question:
         """Simulate these RL steps without speculation, under the best table of each drafter, and under each system."""
         scenario, none = self.logged.scenarios.of(rl_steps), load_policy("none")
         tables, placed = self._tables(scenario), scenario.placed(EXPECTED)
-        cells = [self._cell(name, policy, scenario) for name, policy in {"none": none, **tables}.items()]
-        cells += [self._cell(f"{name} {EXPECTED}", policy, placed) for name, policy in tables.items()]
+        cells = [self._cell("none", none, scenario)]
         for name, policy in tables.items():
+            cells += [self._cell(name, policy, scenario), self._cell(f"{name} {EXPECTED}", policy, placed)]
             if gathers := scenario.planned(policy).get("gather"):
                 cells.append(self._cell(f"{name} gather", policy, gathers))
         times = self._times(cells)
-        base, best = times["none"], list[str]()
-        # The fastest drafter that needs no training, then the fastest with a network.
-        for trained in (False, True):
-            names = [name for name in tables if scenario.registry[name].has_network == trained]
-            if names:
-                best.append(min(names, key=lambda name: float(times[name].rollout_s.sum())))
+        base = times["none"]
+        by_time = sorted(tables, key=lambda name: float(times[name].rollout_s.sum()))
+        fastest = {scenario.registry[name].has_network: name for name in reversed(by_time)}
+        # What needs no training, then what has a network.
+        best = [fastest[trained] for trained in sorted(fastest)]
         answers = tuple(self._answer(scenario, name, tables[name], times) for name in best)
         by_accept = self._times(self._at_chances(rl_steps, best[0]))
         epochs = [base.over(found) for found in self._times(self._with_epochs(rl_steps)).values()]
