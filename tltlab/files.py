@@ -3,10 +3,8 @@
 Every file is whole after a kill; a durable one (`fsync`) also after the machine went down.
 """
 
-import bz2
 import errno
 import fcntl
-import gzip
 import hashlib
 import io
 import json
@@ -19,7 +17,7 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -118,9 +116,7 @@ def open_unpacked(path: Path) -> BinaryIO:
     how = next((how for sign, how in _PACKINGS.items() if head.startswith(sign)), None)
     if how is None:
         return file
-    openers: dict[str, Callable[[Any], Any]] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
-    # Python has the others from 3.14 on.
-    opener = openers.get(how) or partial(import_module("pyarrow").input_stream, compression=how)
+    opener: Any = lzma.open if how == "xz" else partial(import_module("pyarrow").input_stream, compression=how)
     return io.BufferedReader(_Unpacked(file, opener(file)))
 
 
