@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tltlab.console import JSON, progress, running, sigterm_as_interrupt
+from tltlab.console import JSON, command_group, progress, running, sigterm_as_interrupt
 from tltlab.errors import ConfigError, TltlabError, did_you_mean, disk_full, one_line
 
 GROUP = "tltlab.commands"
@@ -48,10 +48,9 @@ def click_command(name: str) -> Any:
 
 
 def _command(function: Callable[..., None]) -> Any:
-    import typer
     from typer.main import get_command
 
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app = command_group(help="")
     app.command(context_settings={"help_option_names": ["-h", "--help"]})(function)
     return get_command(app)
 

@@ -333,7 +333,7 @@ def _record(rl_step: int | None, place: str, fields: Fields) -> Iterator[Record]
     values: dict[str, float] = {}
     learning: dict[str, float] = {}
     for key, content in fields.items():
-        name = None if isinstance(content, bool) else plain_key(key)
+        name = plain_key(key)
         more = key.removeprefix("train/")
         is_learning = name is None and any(pattern.search(more) for pattern in LEARNING.values())
         if (name is not None or is_learning) and (value := number(str(content))) is not None:

@@ -245,12 +245,8 @@ class Reader:
         ok = absent | ((values >= at_least) & (values <= MOST_TOKENS) & (values == np.floor(values)))
         # 1.000 may be one, or a thousand.
         ok &= ~cells.astype(str).str.fullmatch(r"\s*\d{1,3}(\.\d{3})+\s*").to_numpy(bool)
-        if not ok.all():
-            at = int(np.argmin(ok))
-            cell = cells.iloc[at]
-            got = "nothing" if is_missing(cell) and not isinstance(cell, str) else shown(cell)
-            hint = ", without marks between thousands" if isinstance(cell, str) else ""
-            records.fault(at, column, f"got {got}, wanted a whole number from {at_least} to {MOST_TOKENS}{hint}")
+        wanted = f"a whole number from {at_least} to {MOST_TOKENS}, without marks between thousands"
+        records.require(ok, column, wanted)
         return values
 
     def _column(self, records: Records, *kinds: str, fits: Callable[[str], Any] | None = None) -> str | None:
@@ -399,8 +395,7 @@ class Reader:
         names = names or matches(own, "prompt_text", fits=lambda c: _are_few(numbers(frame[c])))
         for name in names:
             if not (missing := missing_in(frame[name])).any() and not lists_in(frame[name]).any():
-                is_text = frame[name].dtype == "str"
-                result[f"id:{name}"] = (frame[name] if is_text else frame[name].map(_identity)).to_numpy(object)
+                result[f"id:{name}"] = frame[name].map(_identity).to_numpy(object)
             elif not missing.all() and "prompt_id" in kind_of(name):
                 self.note(f"{name} is not one value in each record: it does not name the prompts")
             if wanted:
@@ -827,7 +822,8 @@ def _prompt_ids(frame: pd.DataFrame, reading: Reading, names_prompts: bool, note
         name, ids = column[3:], frame[column]
         if ids.isna().any():
             continue
-        repeats = frame[["rl_step", column]].duplicated().any()
+        sizes = frame.groupby([step, ids], sort=False).size()
+        repeats = (sizes > 1).any()
         is_own, is_named = plain(name) == "promptid", plain(name).rpartition(".")[2] in NAMES["prompt_id"]
         if reading.group_column is None:
             text_repeats = text is not None and pd.concat([step, text], axis=1).duplicated().any()
@@ -836,14 +832,13 @@ def _prompt_ids(frame: pd.DataFrame, reading: Reading, names_prompts: bool, note
             if not repeats and (text_repeats or is_of_row or (group_size and not is_own)):
                 continue
             different = next((c for c in ("text", "prompt_tokens") if frame[c].notna().all()), None)
-            sizes = frame.groupby([step, ids], sort=False).size()
             # Groups of one size are groups, whatever was written of their prompts.
             is_group = is_own or (is_named and sizes.nunique() == 1 and ids.nunique() > 1)
             # Prompts differ where one id has several values of this column in an RL step.
             if repeats and different and not is_group and frame.groupby([step, ids])[different].nunique().max() > 1:
                 notes.append(f"{name} is the same for different prompts: it does not name them")
                 continue
-        if group_size and repeats and set(frame.groupby([step, ids], sort=False).size()) != {group_size}:
+        if group_size and repeats and set(sizes) != {group_size}:
             notes.append(f"groups are those of {name}, not of the given group size")
         return _across_rl_steps(step, ids, text, name, notes), name
     if text is not None:

@@ -328,7 +328,9 @@ class Records:
         """Raise TraceError for the first cell of a column that is not ok."""
         if not ok.all():
             at = int(np.argmin(ok))
-            self.fault(at, column, f"got {shown(self.frame[column].iloc[at])}, wanted {wanted}")
+            cell = self.frame[column].iloc[at]
+            got = "nothing" if is_missing(cell) and not isinstance(cell, str) else shown(cell)
+            self.fault(at, column, f"got {got}, wanted {wanted}")
 
     def refuse(self, lacking: Any, what: str) -> None:
         """Raise TraceError for the first record that is lacking what it needs, with the fields that it has."""

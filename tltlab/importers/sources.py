@@ -289,17 +289,13 @@ def guess(path: Path, reading: Reading | None = None) -> Format:
         if ending(path) == ".parquet":
             raise
         # Not records of responses: a log has metrics of RL steps somewhere in it, or there are numbers alone.
-        if is_metrics_log(path) and (not rows or any(_has_mean(record) for record in records_of(path))):
+        if is_metrics_log(path) and (not rows or any(any(map(is_mean, record.values)) for record in records_of(path))):
             return "metrics"
         if _numbers(path) is not None:
             return "csv"
         if not rows and (unknown := unknown_log(path)) is not None:
             raise TraceError(unknown) from None
         raise
-
-
-def _has_mean(record: Record) -> bool:
-    return any(map(is_mean, record.values))
 
 
 def _first_rows(path: Path) -> list[Row]:

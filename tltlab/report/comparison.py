@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tltlab.charts import bars, lines
@@ -121,10 +122,8 @@ def _what_if(result: Fields, path: Path, more: Sequence[Part]) -> Page:
     accept = result["accept"]
     keys += [("drafted tokens accepted", "as recorded" if accept is None else f"{accept:.0%}")]
     keys += [("responses", f"{result['num_responses']:,}"), ("RL steps", str(result["num_rl_steps"]))]
-    return Page(
-        title=page.title, subtitle=f"{page.subtitle} · {result['setting']}", key_figures=tuple(keys),
-        parts=(*parts, *page.parts), verdict=page.verdict,
-    )  # fmt: skip
+    subtitle = f"{page.subtitle} · {result['setting']}"
+    return replace(page, subtitle=subtitle, key_figures=tuple(keys), parts=(*parts, *page.parts))
 
 
 def _band_section(speedups: Mapping[str, Mapping[str, float]], bands: Mapping[str, Fields]) -> Section:

@@ -214,8 +214,7 @@ class Recorder:
                 parts[place] = sums.get(place) or sha256_of(self.path / place)
             else:
                 for step in before:
-                    written = self._write_part(name, step, [table.load([step])])
-                    parts |= dict([written])
+                    parts |= dict([self._write_part(name, step, [table.load([step])])])
         self._sizes = {}
         self._commit(self._contents.manifest, parts)
 
