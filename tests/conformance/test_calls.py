@@ -197,6 +197,7 @@ class Engine:
             lengths = map(len, made) if made else [0] * len(batch)
             drafts |= dict(zip(batch, lengths, strict=True))
 
+
 def engine_iterations(story, policy, late=False):
     """The iterations of each RL step, with a policy beside the engine."""
     clock = Clock()

@@ -36,7 +36,7 @@ CALL = "a call"
 _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "TQDM_DISABLE": "1"}
 
 
-def guarded_call(owner: Any, part: Callable[..., Any], *args: Any, otherwise: Any = None) -> Any:
+def guarded_call(owner, part: Callable[..., Any], *args, otherwise=None):
     """Call a function of tltlab within vLLM's `owner`, which has one `Guard` for all of them."""
     guard = vars(owner).get("tltlab_guard")
     if guard is None:
@@ -44,7 +44,7 @@ def guarded_call(owner: Any, part: Callable[..., Any], *args: Any, otherwise: An
     return guard.call(part, *args, otherwise=otherwise)
 
 
-def replacing(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def replacing(owner, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace vLLM's `owner.name` by the decorated function, which gets the original as its first argument; once."""
 
     def put(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +53,7 @@ def replacing(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[
         if function.__qualname__ not in before:
 
             @wraps(stock)
-            def method(*args: Any, **kwargs: Any) -> Any:
+            def method(*args, **kwargs):
                 return function(stock, *args, **kwargs)
 
             method.tltlab = before | {function.__qualname__}  # type: ignore[attr-defined]
@@ -63,19 +63,19 @@ def replacing(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[
     return put
 
 
-def attached(config: Any) -> Json:
+def attached(config) -> Json:
     """Return the options attached to vLLM's configuration, empty for none."""
     additional = getattr(config, "additional_config", None)
     return (additional.get("tltlab") if isinstance(additional, dict) else None) or {}
 
 
-def has_option(config: Any, name: str) -> bool:
+def has_option(config, name: str) -> bool:
     """Return True if the options attached to vLLM's configuration include this one."""
     return attached(config).get(name) is not None
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+def replaced(owner, name: str, value: object) -> Iterator[None]:
     """Within the block, `owner`'s attribute `name` has this value."""
     before = getattr(owner, name)
     setattr(owner, name, value)

@@ -66,7 +66,7 @@ class NullCapture(Observer):
     def __init__(self, captured: Captured | None = None):
         self._previous = captured or Captured()
 
-    def scheduled(self, output: Any) -> None:
+    def scheduled(self, output) -> None:
         """Note an iteration that goes to the model runner."""
 
     def stop(self) -> Captured:
@@ -85,7 +85,7 @@ class Capture(NullCapture):
     Orders to its `RunnerCapture` are sent with the next iteration, or, when idle, in their own message.
     """
 
-    def __init__(self, executor: Any):
+    def __init__(self, executor):
         self._executor = executor
         self._orders: list[tuple[str, tuple[Any, ...]]] = []
 
@@ -99,7 +99,7 @@ class Capture(NullCapture):
         text = np.array([*live.prompt, *live.output], np.int32) if whole else None
         self._orders.append(("hand_over", (live.name, live.key, len(live.prompt), text)))
 
-    def scheduled(self, output: Any) -> None:
+    def scheduled(self, output) -> None:
         if self._orders:
             setattr(output, _ATTRIBUTE, self._orders)
             self._orders = []
@@ -120,7 +120,7 @@ class Capture(NullCapture):
     def captured(self) -> Captured:
         return cast(Captured, self._ask("captured"))
 
-    def _ask(self, name: str, *args: Any) -> Any:
+    def _ask(self, name: str, *args):
         return self._executor.collective_rpc(_on_rank_0, args=(name, args))[0]
 
 
@@ -133,7 +133,7 @@ class RunnerCapture:
     ends the capture, not the engine.
     """
 
-    def __init__(self, runner: Any, sink: Sink, *, max_bytes: int, max_positions: int, max_tokens: int):
+    def __init__(self, runner, sink: Sink, *, max_bytes: int, max_positions: int, max_tokens: int):
         self._runner = runner
         self._sink = sink
         self._store = RowStore(max_bytes, max_positions, self._expected)
@@ -149,11 +149,11 @@ class RunnerCapture:
         """Capture rows from now on, until `stop`."""
         runner, execute, sample = self._runner, self._runner.execute_model, self._runner.sample_tokens
 
-        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        def execute_model(scheduler_output, *args, **kwargs):
             self.execute(getattr(scheduler_output, _ATTRIBUTE, ()))
             return execute(scheduler_output, *args, **kwargs)
 
-        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        def sample_tokens(*args, **kwargs):
             self._call(lambda: self._copies.leave(self._store, _batch_of(runner) if self._store else None))
             try:
                 return sample(*args, **kwargs)
@@ -178,7 +178,7 @@ class RunnerCapture:
         """Note that the output of the oldest iteration in flight is known."""
         self._call(lambda: self._copies.land(self._store))
 
-    def hand_over(self, *ended: Any) -> None:
+    def hand_over(self, *ended) -> None:
         """Hand over the rows of a request with the tokens of its text, or drop them for None."""
         self._call(self._hand_over, *ended)
 
@@ -204,7 +204,7 @@ class RunnerCapture:
         self._sequences += 1
         self._rows += sequence.num_rows
 
-    def _call(self, part: Callable[..., object], *args: Any) -> None:
+    def _call(self, part: Callable[..., object], *args) -> None:
         """Call a part of the capture, timed; after an exception in it, also of the sink, the rollout continues."""
         with self._stopwatch:
             self._guard.call(part, *args)
@@ -240,7 +240,7 @@ class RunnerCapture:
         )
 
 
-def start_capture(core: Any, sink: bytes | Sink | None, max_bytes: int) -> None:
+def start_capture(core, sink: bytes | Sink | None, max_bytes: int) -> None:
     """Make the engine core of this process capture for `sink` from now on; None stops the capture.
 
     The sink is pickled for other processes. Running requests hold at most `max_bytes`.
@@ -254,7 +254,7 @@ def start_capture(core: Any, sink: bytes | Sink | None, max_bytes: int) -> None:
     control.observers = (*(each for each in control.observers if each is not before), capture)
 
 
-def _attach(worker: Any, sink: bytes | Sink, max_bytes: int) -> None:
+def _attach(worker, sink: bytes | Sink, max_bytes: int) -> None:
     if worker.rpc_rank:
         return
     config = worker.vllm_config
@@ -269,7 +269,7 @@ def _attach(worker: Any, sink: bytes | Sink, max_bytes: int) -> None:
     setattr(worker.model_runner, _ATTRIBUTE, capture)
 
 
-def _on_rank_0(worker: Any, name: str, args: tuple[Any, ...]) -> Any:
+def _on_rank_0(worker, name: str, args: tuple[Any, ...]):
     if worker.rpc_rank:
         return None
     member = getattr(getattr(worker.model_runner, _ATTRIBUTE), name)
@@ -294,7 +294,7 @@ class _Batch:
         store.put(self.request_ids, self.bounds, self.positions.numpy(), self.hidden, self.aux)
 
 
-def _batch_of(runner: Any) -> _Batch | None:
+def _batch_of(runner) -> _Batch | None:
     state = runner.execute_model_state
     if state is None:
         return None

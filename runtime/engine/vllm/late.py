@@ -32,7 +32,7 @@ class LateDrafts:
 
     ask: Callable[[Any], object] | None = None
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner) -> None:
         self._runner = runner
         self._nothing = torch.zeros(1, dtype=torch.int32, device=runner.device)
         self._early = runner.supports_mm_inputs or runner.enable_prompt_embeds
@@ -41,7 +41,7 @@ class LateDrafts:
         self._by_workers = False
         self._kept: list[int] | None = None
 
-    def begin(self, output: Any, *_: Any) -> None:
+    def begin(self, output, *_) -> None:
         """Note an iteration that begins, and make vLLM put zeros into places for which the workers made no drafts."""
         runner, self._output, self._metadata, self._kept = self._runner, output, None, None
         num_places = max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)
@@ -55,13 +55,13 @@ class LateDrafts:
             runner._draft_token_ids = self._nothing.expand(0 if before is None else len(before), num_places)
             runner.prev_num_spec_tokens, runner._draft_token_req_ids = num_places, None
 
-    def found(self, metadata: Any) -> None:
+    def found(self, metadata) -> None:
         """Note where the iteration's drafts are in the inputs; models with other inputs than tokens embed them next."""
         self._metadata = metadata
         if self._early:
             self.fill()
 
-    def fill(self, *_: Any) -> None:
+    def fill(self, *_) -> None:
         """Wait for drafts and put them into the inputs, once."""
         runner, output, metadata = self._runner, self._output, self._metadata
         self._output = self._metadata = None
@@ -108,14 +108,14 @@ class LateDrafts:
                     filled = batch.spec_token_ids[row]
                     runner.draft_token_ids_cpu[index[name], : len(filled)] = torch.tensor(filled)
 
-    def cut(self, output: Any) -> None:
+    def cut(self, output) -> None:
         """Remove sampled tokens [batch, places + 1] behind drafts that are shorter than their places."""
         if self._kept is not None:
             sampled = output.sampled_token_ids
             kept = self._on_device(self._kept)
             sampled.masked_fill_(torch.arange(sampled.shape[1], device=sampled.device) > kept[:, None], -1)
 
-    def keep(self, _: Any, output: Any, *__: Any) -> None:
+    def keep(self, _, output, *__) -> None:
         """Keep the last tokens and their counts on the device, for the next iteration's inputs."""
         runner, sampled = self._runner, output.sampled_token_ids
         if sampled.shape[1] == 1 or runner.input_batch.prev_sampled_token_ids is not None:
@@ -136,7 +136,7 @@ def schedule_host_drafts() -> None:
     from vllm.config import vllm as configs
 
     @replacing(configs.VllmConfig, "__post_init__")
-    def check(stock: Any, self: Any, *args: Any) -> None:
+    def check(stock, self, *args) -> None:
         scheduling = self.scheduler_config
         if not attached(self).get("host_drafts") or scheduling.async_scheduling is False:
             stock(self, *args)
@@ -157,7 +157,7 @@ def take_late_drafts() -> None:
     V1Runner, _ = model_runners()
 
     @replacing(V1Runner, "__init__")
-    def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    def start(stock, self, *args, **kwargs) -> None:
         stock(self, *args, **kwargs)
         if attached(self.vllm_config).get("host_drafts") and self.use_async_spec_decode:
             setattr(self, ATTRIBUTE, LateDrafts(self))
@@ -166,7 +166,7 @@ def take_late_drafts() -> None:
         name: str, before: Callable[..., object] | None = None, after: Callable[[LateDrafts, Any], object] | None = None
     ) -> None:
         @replacing(V1Runner, name)
-        def method(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(stock, self, *args, **kwargs):
             late = vars(self).get(ATTRIBUTE)
             if late is not None and before is not None:
                 before(late, *args)

@@ -108,7 +108,7 @@ def engine_arguments(seed: int, vllm_args: Fields) -> Json:
     return args
 
 
-def _build(model: str, args: Fields) -> Any:
+def _build(model: str, args: Fields):
     import vllm
 
     if vllm.envs.VLLM_PLUGINS is not None and "tltlab" not in vllm.envs.VLLM_PLUGINS:
@@ -144,26 +144,26 @@ def _rendezvous_in_scratch() -> AbstractContextManager[None]:
     return replaced(uniproc_executor, name, lambda: f"file://{folder}/vllm_dist_{uuid4().hex}")
 
 
-def running(llm: Any) -> AbstractContextManager[None]:
+def running(llm) -> AbstractContextManager[None]:
     """Within the block, the engine generates; an eager engine on the CPU compiles nothing meanwhile."""
     config = llm.llm_engine.vllm_config
     return uncompiled(config.device_config.device_type == "cpu" and config.model_config.enforce_eager)
 
 
-def _core(llm: Any) -> Any:
+def _core(llm):
     return llm.llm_engine.engine_core.engine_core
 
 
-def _worker(llm: Any) -> Any:
+def _worker(llm):
     """Return the worker that runs the model, where it is in this process; else None."""
     return getattr(_core(llm).model_executor, "driver_worker", None)
 
 
-def scheduler_of(llm: Any) -> Any:
+def scheduler_of(llm):
     return _core(llm).scheduler
 
 
-def land(llm: Any) -> None:
+def land(llm) -> None:
     """Wait for iterations in flight: they belong to the rollout that ends, or to the weights that are replaced.
 
     The next step of the engine returns what they gave.
@@ -184,12 +184,12 @@ def land(llm: Any) -> None:
     core.step_fn = landed
 
 
-def keep_drafts_at(llm: Any, rates: Sequence[float]) -> None:
+def keep_drafts_at(llm, rates: Sequence[float]) -> None:
     """Set acceptance rates by draft position, in an engine of this process that `synthetic_rejection` started."""
     set_rates(_worker(llm).model_runner.rejection_sampler, rates)
 
 
-def start_capture(llm: Any, sink: Sink | bytes | None, max_bytes: int) -> None:
+def start_capture(llm, sink: Sink | bytes | None, max_bytes: int) -> None:
     """Pass every ended request with its hidden states to `sink`, in the model's process; None stops the capture.
 
     Running requests hold at most `max_bytes` of states. ConfigError where the sink cannot be sent there, and where the
@@ -211,18 +211,18 @@ def start_capture(llm: Any, sink: Sink | bytes | None, max_bytes: int) -> None:
     capture.start_capture(_core(llm), sink, max_bytes)
 
 
-def on_rank_0(llm: Any, function: Callable[[Any], Any]) -> Any:
+def on_rank_0(llm, function: Callable[[Any], Any]):
     """Return `function(worker)` of the model's rank 0; the other ranks compute the same."""
     return _core(llm).model_executor.collective_rpc(function)[0]
 
 
-def reseed(llm: Any, seed: list[int]) -> None:
+def reseed(llm, seed: list[int]) -> None:
     """Seed all random generators of this process and of the model's workers; all ranks draw the same tokens."""
     _seed_process(None, seed)
     _core(llm).model_executor.collective_rpc(_seed_process, args=(seed,))
 
 
-def _seed_process(worker: Any, seed: list[int]) -> None:
+def _seed_process(worker, seed: list[int]) -> None:
     """Seed the generators of this process: the V1 runner draws on its device, the V2 runner seeds from numpy."""
     for_torch, for_numpy, for_python = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
     torch.manual_seed(for_torch % 2**63)
@@ -230,12 +230,12 @@ def _seed_process(worker: Any, seed: list[int]) -> None:
     random.seed(for_python)
 
 
-def rng_state() -> Any:
+def rng_state():
     """Return the random states that tokens are drawn from, see `_seed_process`."""
     return torch.get_rng_state(), torch.cuda.get_rng_state_all(), np.random.get_state()
 
 
-def set_rng_state(state: Any) -> None:
+def set_rng_state(state) -> None:
     cpu, cuda, numpy = state
     torch.set_rng_state(cpu)
     torch.cuda.set_rng_state_all(cuda)
@@ -249,7 +249,7 @@ def client_errors() -> tuple[type[Exception], ...]:
     return ValueError, getattr(exceptions, "VLLMClientError", ValueError)
 
 
-def sampling_params(request: GenerationRequest, defaults: Mapping[str, float]) -> Any:
+def sampling_params(request: GenerationRequest, defaults: Mapping[str, float]):
     """Sampling settings of one request, with its key, log-probs and final output only.
 
     Settings are its own, else the `defaults`, by vLLM's names. ConfigError for settings that vLLM refuses.
@@ -276,7 +276,7 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, float]) -
 
 
 def response(
-    request: GenerationRequest, output: Any, t_finish: float, t_first_token: float, turn: FollowUp | None = None
+    request: GenerationRequest, output, t_finish: float, t_first_token: float, turn: FollowUp | None = None
 ) -> GenerationResponse:
     """Return the response to a request, the `turn` of a conversation if it is not the first."""
     return GenerationResponse(
@@ -292,7 +292,7 @@ def response(
     )
 
 
-def add_request(llm: Any, name: str, request: GenerationRequest, params: Any, adapter: Any = None) -> None:
+def add_request(llm, name: str, request: GenerationRequest, params, adapter=None) -> None:
     """Add a request to the engine, for the model with `adapter`, a LoRARequest.
 
     ConfigError where vLLM refuses it; all running requests are then aborted.
@@ -304,7 +304,7 @@ def add_request(llm: Any, name: str, request: GenerationRequest, params: Any, ad
         raise ConfigError(f"request {request.key}: {error}") from error
 
 
-def abort(llm: Any, names: Container[str] | None = None) -> Json:
+def abort(llm, names: Container[str] | None = None) -> Json:
     """Abort unfinished requests, all or those of `names`; return their outputs by name, with finish_reason "abort"."""
     from vllm.v1.engine import FinishReason
 
@@ -328,7 +328,7 @@ class WeightUpdates:
     `unusable` then has the reason, empty otherwise, and `refused` is vLLM's error. `version` was loaded last.
     """
 
-    def __init__(self, llm: Any):
+    def __init__(self, llm):
         self.unusable = ""
         self.refused: RunError | None = None
         self.version = ""
@@ -349,7 +349,7 @@ class WeightUpdates:
         with self._refusing():
             self._llm.start_draft_weight_update() if draft else self._llm.start_weight_update()
 
-    def load(self, **update: Any) -> None:
+    def load(self, **update) -> None:
         """Load a part as `transfer.local_weight_transfer` does. RunError for names and shapes of another model."""
         with self._refusing():
             self._llm.update_weights({"update_info": update})
@@ -394,7 +394,7 @@ class AdapterUpdates(WeightUpdates):
     vLLM's sessions.
     """
 
-    def __init__(self, llm: Any, model: str, alpha: int):
+    def __init__(self, llm, model: str, alpha: int):
         super().__init__(llm)
         self._model, self._alpha = model, alpha
         self._folder = Path(scratch_folder("lora"))
@@ -407,7 +407,7 @@ class AdapterUpdates(WeightUpdates):
         else:
             self.unusable = "it has only a part of its new adapters: their transfer was cut off"
 
-    def load(self, **update: Any) -> None:
+    def load(self, **update) -> None:
         if self._received is None:
             super().load(**update)
             return

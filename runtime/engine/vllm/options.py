@@ -7,7 +7,7 @@ import os
 from collections.abc import Container, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 import numpy as np
 from pydantic import Field
@@ -55,7 +55,7 @@ class Attachment(FrozenModel):
     host_drafts: bool = False
 
     @classmethod
-    def of_engine(cls, config: Any) -> Attachment:
+    def of_engine(cls, config) -> Attachment:
         """Return the settings in the configuration of one engine; empty where nothing is attached."""
         with faults_in("additional_config['tltlab']"):
             attachment = cls.model_validate(attached(config))
@@ -214,7 +214,7 @@ def vllm_options(
     return _without_null(options) if for_ == "prime-rl" else options
 
 
-def _without_null(value: Any) -> Any:
+def _without_null(value):
     if isinstance(value, dict):
         return {name: _without_null(each) for name, each in value.items() if each is not None}
     return value
@@ -342,7 +342,7 @@ _ONE_DEPTH = ("suffix", "medusa", "extract_hidden_states")
 """Methods of vLLM 0.32 that assert a draft depth of `num_speculative_tokens` and no less (`v1.spec_decode`)."""
 
 
-def check_engine(config: Any, attachment: Attachment, *, plugged_in: bool, sound: bool) -> None:
+def check_engine(config, attachment: Attachment, *, plugged_in: bool, sound: bool) -> None:
     """Raise ConfigError where an engine of vLLM's configuration `config` cannot run its attachment.
 
     It is `plugged_in` where vLLM loaded tltlab's plugin in its process, and `sound` where drafts are verified correctly
@@ -370,7 +370,7 @@ def missing_plugin() -> str:
     return f"VLLM_PLUGINS={named} leaves it out; pass VLLM_PLUGINS={','.join(filter(None, (named, 'tltlab')))}"
 
 
-def _unfit_policy(config: Any, attachment: Attachment, policy: Policy) -> str:
+def _unfit_policy(config, attachment: Attachment, policy: Policy) -> str:
     """Return the fault of the policy in this engine, "" for none."""
     parallel, speculative, model = config.parallel_config, config.speculative_config, config.model_config
     learned = attachment.learned
@@ -425,7 +425,7 @@ def _unfit_policy(config: Any, attachment: Attachment, policy: Policy) -> str:
     return ""
 
 
-def _refused_beside_drafts(config: Any) -> str:
+def _refused_beside_drafts(config) -> str:
     """Return a setting of the program that vLLM does not run in an engine that speculates, "" for none."""
     for path, values in _BESIDE.items():
         value = config
@@ -445,6 +445,6 @@ def _refused_beside_drafts(config: Any) -> str:
     return ""
 
 
-def drafts_nothing(speculative: Any) -> bool:
+def drafts_nothing(speculative) -> bool:
     """Return True if an engine of this SpeculativeConfig, or None, gets all drafts from beside its scheduler."""
     return speculative is not None and str(speculative.model).endswith("NoProposer")

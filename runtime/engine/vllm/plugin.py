@@ -66,7 +66,7 @@ def follow_variables() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     @replacing(EngineArgs, "create_engine_config")
-    def create_engine_config(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_engine_config(stock, self, *args, **kwargs):
         make = partial(stock, self, *args, **kwargs)
         if not any(os.environ.get(name) for name in VARIABLES):
             return make()
@@ -75,7 +75,7 @@ def follow_variables() -> None:
         return _configuration(self, make, (lambda _: None) if quiet else notify)
 
 
-def _configuration(engine_args: Any, make: Callable[[], Any], report: Callable[[str], None]) -> Any:
+def _configuration(engine_args, make: Callable[[], Any], report: Callable[[str], None]):
     """Return the configuration that `make` makes of the arguments, with as much of the environment's as is possible."""
     environments = [dict(os.environ)]
     if os.environ.get(POLICY) and os.environ.get(RECORD):
@@ -130,7 +130,7 @@ def _one_line(error: BaseException) -> str:
     return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
 
 
-def _check_arguments(engine_args: Any, variables: Variables) -> None:
+def _check_arguments(engine_args, variables: Variables) -> None:
     """Raise ConfigError where the program itself has set something else."""
     if without := missing("policies"):
         raise ConfigError(without)
@@ -146,7 +146,7 @@ def _check_arguments(engine_args: Any, variables: Variables) -> None:
         raise ConfigError("its program speculates by itself, without the speculative_config that a policy needs")
 
 
-def _set(engine_args: Any, name: str, value: Any) -> None:
+def _set(engine_args, name: str, value) -> None:
     """Set an argument, merging dictionaries; ConfigError where the program has set it to something else."""
     now, default = getattr(engine_args, name), type(engine_args).__dataclass_fields__[name].default
     if name == "additional_config":
@@ -161,7 +161,7 @@ def _set(engine_args: Any, name: str, value: Any) -> None:
     setattr(engine_args, name, value)
 
 
-def _check_configuration(config: Any, variables: Variables) -> str:
+def _check_configuration(config, variables: Variables) -> str:
     """Return the end of the line: the requests that a policy does not draft for, "" without drafts.
 
     ConfigError for an engine that could not start, or whose ranks would each decide for themselves.
@@ -195,25 +195,25 @@ def attach() -> None:
     schedule_host_drafts()
 
     @replacing(EngineCore, "__init__")
-    def begin(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    def begin(stock, self, *args, **kwargs) -> None:
         stock(self, *args, **kwargs)
         if hasattr(self.scheduler, "draft_late"):
             self.scheduler.draft_late(self)
 
     @replacing(EngineCore, "post_step")
-    def post_step(stock: Any, self: Any, model_executed: bool) -> None:
+    def post_step(stock, self, model_executed: bool) -> None:
         # Asking costs a message to each rank and back.
         if not getattr(self.scheduler, "drafts_here_alone", False):
             stock(self, model_executed)
 
     @replacing(OutputProcessor, "abort_requests")
-    def abort(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def abort(stock, self, *args, **kwargs):
         states = dict(self.request_states)
         names = stock(self, *args, **kwargs)
         return [*guarded_call(self, _delivered_tokens, states, names, otherwise=()), *names]
 
     @replacing(EngineCore, "abort_requests")
-    def aborted(stock: Any, self: Any, request_ids: Any) -> Any:
+    def aborted(stock, self, request_ids):
         if hasattr(self.scheduler, "note_delivered"):
             guarded_call(self, _note_delivered, self.scheduler, request_ids)
         return stock(self, [name for name in request_ids if not name.startswith(GOT)])
@@ -222,7 +222,7 @@ def attach() -> None:
         replacing(LLM, call)(_note_call_before)
 
     @replacing(EngineCore, "shutdown")
-    def shutdown(stock: Any, self: Any) -> None:
+    def shutdown(stock, self) -> None:
         # First: vLLM gives an engine core seconds to end, and most of them to its workers.
         scheduler: Any = getattr(self, "scheduler", None)
         if hasattr(scheduler, "close_recording"):
@@ -236,7 +236,7 @@ def attach() -> None:
             replacing(EngineCore, name)(_note_weights_after)
 
     @replacing(Scheduler, "__init__")
-    def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    def start(stock, self, *args, **kwargs) -> None:
         stock(self, *args, **kwargs)
         guarded_call(self, _record_where_asked, self)
 
@@ -251,19 +251,19 @@ def _delivered_tokens(states: Mapping[str, Any], names: Sequence[str]) -> list[s
     return [f"{GOT}{each.num_output_tokens()} {name}" for name, each in detokenizers.items() if each is not None]
 
 
-def _note_call_before(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _note_call_before(stock, self, *args, **kwargs):
     """Precede the requests of a call by a note to the engine core, as `_delivered_tokens` are."""
     if guarded_call(self, has_option, self.llm_engine.vllm_config, "record", otherwise=False):
         guarded_call(self, self.llm_engine.engine_core.abort_requests, [f"{GOT}0 {CALL}"])
     return stock(self, *args, **kwargs)
 
 
-def _note_delivered(scheduler: Any, request_ids: Sequence[str]) -> None:
+def _note_delivered(scheduler, request_ids: Sequence[str]) -> None:
     notes = [name.removeprefix(GOT).split(" ", 1) for name in request_ids if name.startswith(GOT)]
     scheduler.note_delivered({name: int(num_tokens) for num_tokens, name in notes})
 
 
-def _note_weights_after(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _note_weights_after(stock, self, *args, **kwargs):
     result = stock(self, *args, **kwargs)
     scheduler: Any = getattr(self, "scheduler", None)
     if hasattr(scheduler, "new_weights"):
@@ -277,7 +277,7 @@ def _note_weights_after(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     return result
 
 
-def _record_where_asked(scheduler: Any) -> None:
+def _record_where_asked(scheduler) -> None:
     if "tltlab" in (scheduler.vllm_config.additional_config or {}):
         from .scheduler import record_only
 
@@ -293,13 +293,13 @@ def wait_for_recordings() -> None:
     from vllm.v1.engine.utils import CoreEngineProcManager
 
     @replacing(CoreEngineProcManager, "__init__")
-    def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    def start(stock, self, *args, **kwargs) -> None:
         records = guarded_call(self, has_option, kwargs.get("vllm_config"), "record", otherwise=False)
         self.tltlab_grace_s = GRACE_S if records else 0.0
         stock(self, *args, **kwargs)
 
     @replacing(CoreEngineProcManager, "shutdown")
-    def shutdown(stock: Any, self: Any, timeout: float | None = None, *args: Any, **kwargs: Any) -> None:
+    def shutdown(stock, self, timeout: float | None = None, *args, **kwargs) -> None:
         grace_s = self.tltlab_grace_s
         stock(self, max(timeout or 0.0, grace_s) if grace_s else timeout, *args, **kwargs)
 

@@ -40,19 +40,19 @@ def bypass_speculation() -> None:
     arguments = signature(V1Runner.propose_draft_token_ids)
 
     @replacing(V1Runner, "execute_model")
-    def execute_model(stock: Any, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(stock, self, scheduler_output, *args, **kwargs):
         plain = guarded_call(self, _begins_plain, self, scheduler_output, otherwise=False)
         with replaced(self, "speculative_config", None) if plain else nullcontext():
             return stock(self, scheduler_output, *args, **kwargs)
 
     @replacing(V1Runner, "sample_tokens")
-    def sample_tokens(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def sample_tokens(stock, self, *args, **kwargs):
         plain = guarded_call(self, _ends_plain, self, otherwise=False)
         with replaced(self, "speculative_config", None) if plain else nullcontext():
             return stock(self, *args, **kwargs)
 
     @replacing(V1Runner, "_sample")
-    def sample(stock: Any, self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+    def sample(stock, self, logits, spec_decode_metadata):
         # Rejection sampling draws more random numbers, even without drafts.
         drafts = guarded_call(self, _has_drafts, spec_decode_metadata, otherwise=True)
         # It counts the rows of logits by drafts, and here each request has one.
@@ -61,12 +61,12 @@ def bypass_speculation() -> None:
             return stock(self, logits, spec_decode_metadata if drafts else None)
 
     @replacing(V1Runner, "propose_draft_token_ids")
-    def propose(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def propose(stock, self, *args, **kwargs):
         drafts = guarded_call(self, _skipped_drafts, self, lambda: arguments.bind(self, *args, **kwargs).arguments)
         return stock(self, *args, **kwargs) if drafts is None else drafts
 
 
-def _begins_plain(runner: Any, output: Any) -> bool:
+def _begins_plain(runner, output) -> bool:
     """True if the iteration that `output` schedules neither verifies drafts nor makes any."""
     skipping = _skipping_of(runner)
     skipping.update_requests(output)
@@ -74,7 +74,7 @@ def _begins_plain(runner: Any, output: Any) -> bool:
     return skipping.plain
 
 
-def _ends_plain(runner: Any) -> bool:
+def _ends_plain(runner) -> bool:
     """True if the iteration under way is plain and has computed something."""
     skipping = _skipping_of(runner)
     plain = skipping.plain and runner.execute_model_state is not None
@@ -83,11 +83,11 @@ def _ends_plain(runner: Any) -> bool:
     return plain
 
 
-def _has_drafts(metadata: Any) -> bool:
+def _has_drafts(metadata) -> bool:
     return metadata is not None and any(metadata.num_draft_tokens)
 
 
-def _skipped_drafts(runner: Any, arguments: Callable[[], Mapping[str, Any]]) -> torch.Tensor | None:
+def _skipped_drafts(runner, arguments: Callable[[], Mapping[str, Any]]) -> torch.Tensor | None:
     """Return no drafts, shape (batch, 0), where a draft model is skipped; else None, after it has caught up."""
     skipping = _skipping_of(runner)
     if not skipping.of_draft_model:
@@ -107,7 +107,7 @@ class SkippedDrafting:
     a skipped iteration. `plain`: the iteration under way neither verifies drafts nor makes any.
     """
 
-    def __init__(self, runner: Any):
+    def __init__(self, runner):
         drafter: Any = getattr(runner, "drafter", None)
         can_skip = drafter is not None and not runner.model_config.is_hybrid
         self.always = can_skip and isinstance(drafter, NoProposer)
@@ -124,11 +124,11 @@ class SkippedDrafting:
         self.plain = False
         self._has_skipped = False
 
-    def skips(self, output: Any) -> bool:
+    def skips(self, output) -> bool:
         """Return True if the drafter is skipped at the end of this iteration."""
         return self.always or (self.of_draft_model and not output.num_spec_tokens_to_schedule)
 
-    def update_requests(self, output: Any) -> None:
+    def update_requests(self, output) -> None:
         """Drop requests that have ended, and mark those that begin or resume: their cached blocks may lack drafts."""
         if not self._has_skipped:
             return
@@ -138,7 +138,7 @@ class SkippedDrafting:
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         self.behind.update(dict.fromkeys((*(r.req_id for r in output.scheduled_new_reqs), *resumed), 0))
 
-    def note_missed(self, batch: Any) -> None:
+    def note_missed(self, batch) -> None:
         """Record that the draft model lacks the tokens of this iteration."""
         if not self.of_draft_model:
             return
@@ -146,7 +146,7 @@ class SkippedDrafting:
         for name, computed in zip(batch.req_ids, batch.num_computed_tokens_cpu.tolist(), strict=False):
             self.behind.setdefault(name, computed)
 
-    def catch_up(self, runner: Any, common: Any, hidden: Any, sampling: Any) -> None:
+    def catch_up(self, runner, common, hidden, sampling) -> None:
         """Run the draft model over the tokens that it lacks: vLLM's own first pass, with no drafts to make."""
         batch, drafter = runner.input_batch, runner.drafter
         # A pass takes one more token of each request, the next one.
@@ -202,7 +202,7 @@ class SkippedDrafting:
             )
 
 
-def _skipping_of(runner: Any) -> SkippedDrafting:
+def _skipping_of(runner) -> SkippedDrafting:
     skipping = runner.__dict__.get("tltlab_skipping")
     if skipping is None:
         skipping = runner.tltlab_skipping = SkippedDrafting(runner)
@@ -212,13 +212,13 @@ def _skipping_of(runner: Any) -> SkippedDrafting:
 class NoProposer:
     """A `custom_class` proposer that drafts nothing: model-free drafts are made next to the scheduler."""
 
-    def __init__(self, vllm_config: Any):
+    def __init__(self, vllm_config):
         pass
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
+    def load_model(self, *args, **kwargs) -> None:
         """Load nothing."""
 
-    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+    def propose(self, sampled_token_ids: list[list[int]], *args, **kwargs) -> list[list[int]]:
         return [[] for _ in sampled_token_ids]
 
 
@@ -238,7 +238,7 @@ def time_drafting() -> None:
     V1Runner, V2Runner = model_runners()
 
     @replacing(V1Runner, "propose_draft_token_ids")
-    def propose(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def propose(stock, self, *args, **kwargs):
         return _call_timed(self, stock, self, *args, **kwargs)
 
     for runner in (V1Runner, V2Runner):
@@ -272,14 +272,14 @@ class _DeviceStopwatch:
         return seconds
 
 
-def _call_timed(runner: Any, draft: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_timed(runner, draft, *args, **kwargs):
     guarded_call(runner, lambda: _stopwatch(runner).start())
     result = draft(*args, **kwargs)
     guarded_call(runner, lambda: _stopwatch(runner).stop())
     return result
 
 
-def _take_with_time(stock: Any, self: Any) -> Any:
+def _take_with_time(stock, self):
     guarded_call(self, _time_speculator, self)
     drafts = stock(self)
     if drafts is not None:
@@ -287,19 +287,19 @@ def _take_with_time(stock: Any, self: Any) -> Any:
     return drafts
 
 
-def _time_speculator(runner: Any) -> None:
+def _time_speculator(runner) -> None:
     """Time the V2 runner's drafter, a separate object; its first drafts are not timed."""
     speculator = getattr(runner, "speculator", None)
     if speculator is not None and not hasattr(speculator.propose, "tltlab"):
         replacing(speculator, "propose")(lambda propose, *args, **more: _call_timed(runner, propose, *args, **more))
 
 
-def _stopwatch(runner: Any) -> _DeviceStopwatch:
+def _stopwatch(runner) -> _DeviceStopwatch:
     watch: _DeviceStopwatch = runner.__dict__.setdefault("tltlab_stopwatch", _DeviceStopwatch())
     return watch
 
 
-def held_bytes(worker: Any) -> dict[str, int]:
+def held_bytes(worker) -> dict[str, int]:
     """Bytes of a rank's weights and caches, by the names of a dry run: the target's, and the draft model's own."""
     runner = getattr(worker, "worker", worker).model_runner
     target = _weight_bytes(runner.get_model())
@@ -320,7 +320,7 @@ def held_bytes(worker: Any) -> dict[str, int]:
     }
 
 
-def _weight_bytes(model: Any) -> dict[int, int]:
+def _weight_bytes(model) -> dict[int, int]:
     """Return the bytes of a model's weights by address; weights packed by the CPU build, by their owner."""
     sizes: dict[int, int] = {}
     value = next((tensor.element_size() for tensor in model.parameters() if tensor.is_floating_point()), 0)
@@ -340,13 +340,13 @@ GRAPH_KINDS: Mapping[str, Kind] = {"FULL": "full", "PIECEWISE": "piecewise", "NO
 """Kind of CUDA graph by vLLM's name of the runtime mode."""
 
 
-def keep_captured_bytes(*runners: Any) -> None:
+def keep_captured_bytes(*runners) -> None:
     """Make model runners of these classes keep what `capture_model` returns; call it before the engine starts.
 
     vLLM 0.32 logs that number ("Graph capturing finished in ... secs, took ... GiB") and forgets it.
     """
 
-    def capture_model(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def capture_model(stock, self, *args, **kwargs):
         self.tltlab_captured_bytes = stock(self, *args, **kwargs)
         return self.tltlab_captured_bytes
 
@@ -354,7 +354,7 @@ def keep_captured_bytes(*runners: Any) -> None:
         replacing(runner, "capture_model")(capture_model)
 
 
-def captured_graphs(worker: Any) -> CapturedGraphs:
+def captured_graphs(worker) -> CapturedGraphs:
     """CUDA graphs that a vLLM worker has captured."""
     from tltlab.runtime.engine.graphs import CapturedGraphs
 

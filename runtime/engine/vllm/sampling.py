@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+
+from tltlab.records import Json
 
 from . import guarded_call, has_option, replaced, replacing
 
@@ -54,14 +56,14 @@ def fix_top_k_without_drafts() -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
 
     @replacing(topk_topp_sampler, "apply_top_k_only")
-    def apply_top_k_only(stock: Any, logits: torch.Tensor, k: torch.Tensor) -> Any:
+    def apply_top_k_only(stock, logits: torch.Tensor, k: torch.Tensor):
         return logits if logits.shape[0] == 0 else stock(logits, k)
 
 
 _NONE, _NONE_BESIDE = ("min_p", "logit_bias"), ("logprob_token_ids", "thinking_token_budget")
 
 
-def drafting_of(params: Any) -> Drafting:
+def drafting_of(params) -> Drafting:
     """Return the drafts that a request of these `SamplingParams` may have.
 
     vLLM's V1 sampler (0.26 to 0.33) does not apply `min_p` and `logit_bias` to drafted tokens. With drafts it fails for
@@ -84,20 +86,20 @@ def sample_beside_drafts() -> None:
     from vllm.v1.worker import gpu_model_runner
 
     @replacing(InputProcessor, "__init__")
-    def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    def start(stock, self, *args, **kwargs) -> None:
         stock(self, *args, **kwargs)
         if guarded_call(self, has_option, self.vllm_config, "policy", otherwise=False):
             # Used only to validate requests.
             self.speculative_config = None
 
     @replacing(gpu_model_runner, "build_logitsprocs")
-    def build_logitsprocs(stock: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    def build_logitsprocs(stock, vllm_config, *args, **kwargs):
         hidden = has_option(vllm_config, "policy")
         with replaced(vllm_config, "speculative_config", None) if hidden else nullcontext():
             return stock(vllm_config, *args, **kwargs)
 
 
-def synthetic_rejection(rates: Sequence[float]) -> dict[str, Any]:
+def synthetic_rejection(rates: Sequence[float]) -> Json:
     """Return the fields of vLLM's `speculative_config` that accept draft token i with probability `rates[i]`, from 0.
 
     A rate is the probability that the whole draft up to its token is accepted, so rates never rise; the text does not
@@ -111,7 +113,7 @@ def synthetic_rejection(rates: Sequence[float]) -> dict[str, Any]:
     return {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(rates)}
 
 
-def set_rates(sampler: Any, rates: Sequence[float]) -> None:
+def set_rates(sampler, rates: Sequence[float]) -> None:
     """Set other rates in a rejection sampler that `synthetic_rejection` started, 0 at all further positions."""
     conditional = [rate / before if before else 0.0 for rate, before in zip(rates, (1.0, *rates), strict=False)]
     held = sampler.synthetic_conditional_rates
@@ -120,7 +122,7 @@ def set_rates(sampler: Any, rates: Sequence[float]) -> None:
 
 
 def _rejection_sample(
-    stock: Any,
+    stock,
     draft_token_ids: torch.Tensor,
     num_draft_tokens: list[int],
     max_spec_len: int,
@@ -128,10 +130,10 @@ def _rejection_sample(
     draft_probs: torch.Tensor | None,
     target_logits: torch.Tensor,
     bonus_token_ids: torch.Tensor,
-    sampling_metadata: Any,
+    sampling_metadata,
     synthetic_mode: bool = False,
     synthetic_conditional_rates: torch.Tensor | None = None,
-    **more: Any,
+    **more,
 ) -> torch.Tensor:
     """vLLM's `rejection_sample` with a synthetic mode: [B, max_spec_len + 1] tokens, in no less time than without."""
     arguments = (draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits)

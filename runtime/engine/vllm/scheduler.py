@@ -81,7 +81,7 @@ class Watch:
     count its new tokens.
     """
 
-    def __init__(self, scheduler: Any, control: Control, settings: Attachment):
+    def __init__(self, scheduler, control: Control, settings: Attachment):
         self.scheduler = scheduler
         scheduler.control = control
         self.recording: LiveRecording | None = _starting_to_record().call(_recording, scheduler, control, settings)
@@ -118,11 +118,11 @@ class Watch:
             self.control.advance(key[0])
         self._enter(request, key or self._new_key(request))
 
-    def continues(self, session: Request, *_: Any) -> None:
+    def continues(self, session: Request, *_) -> None:
         """Note the end of a turn of a streaming session."""
         self._turn = self.left(session)
 
-    def continued(self, session: Request, *_: Any) -> None:
+    def continued(self, session: Request, *_) -> None:
         """Add the next turn of a streaming session, in which the output so far is prompt."""
         if self._turn is not None:
             rl_step, prompt_id, sample, turn = self._turn.key
@@ -150,7 +150,7 @@ class Watch:
         if (live := self.control.live.get(request.request_id)) is not None:
             live.ended = str(request.get_finished_reason()), self.control.tracker.clock()
 
-    def left(self, request: Request, *_: Any) -> LiveRequest | None:
+    def left(self, request: Request, *_) -> LiveRequest | None:
         """Remove and return a request that is about to be freed."""
         if (live := self.control.live.get(request.request_id)) is None:
             return None
@@ -211,7 +211,7 @@ class Watch:
         speculative = self.scheduler.vllm_config.speculative_config
         self.control.watched(work, _chain(str(speculative.method), depth) if speculative else NO_SPECULATION)
 
-    def returned(self, output: SchedulerOutput, model_output: Any) -> Iteration | None:
+    def returned(self, output: SchedulerOutput, model_output) -> Iteration | None:
         """Process the model's output for the oldest iteration in flight and return it; None where nothing ran."""
         if not output.num_scheduled_tokens:
             return None
@@ -228,7 +228,7 @@ class Watch:
         if len(self.control.live) <= getattr(self.scheduler, "num_waiting_for_streaming_input", 0):
             self.control.idle()
 
-    def drafted(self, draft_token_ids: Any) -> None:
+    def drafted(self, draft_token_ids) -> None:
         """Record the time of vLLM's own drafting."""
         tracker = self.control.tracker
         tracker.drafted(tracker.clock(), getattr(draft_token_ids, "draft_s", None) or 0.0)
@@ -286,7 +286,7 @@ def _prompt_digest(request: Request) -> str:
     return digest.hexdigest()
 
 
-def _recording(scheduler: Any, control: Control, settings: Attachment) -> LiveRecording | None:
+def _recording(scheduler, control: Control, settings: Attachment) -> LiveRecording | None:
     """Return the recording that the settings request; log an error and return None where it cannot begin."""
     if settings.record is None:
         return None
@@ -307,7 +307,7 @@ def _starting_to_record() -> Guard:
     return Guard("a recording cannot begin:", "the engine continues, and nothing is recorded")
 
 
-def record_only(scheduler: Any) -> None:
+def record_only(scheduler) -> None:
     """Record a scheduler if its engine's settings request a recording and no policy.
 
     Methods of this one object are wrapped; vLLM's class, arguments and results stay unchanged. When the recording
@@ -317,7 +317,7 @@ def record_only(scheduler: Any) -> None:
         _starting_to_record().call(_record_only, scheduler)
 
 
-def _record_only(scheduler: Any) -> None:
+def _record_only(scheduler) -> None:
     settings = Attachment.of_engine(scheduler.vllm_config)
     if settings.record is None or settings.policy is not None:
         return
@@ -390,7 +390,7 @@ class _Hooks:
         previous, stock = vars(self._scheduler).get(name), getattr(self._scheduler, name)
 
         @wraps(stock)
-        def method(*args: Any, **kwargs: Any) -> Any:
+        def method(*args, **kwargs):
             self._guarded(before, args)
             result = stock(*args, **kwargs)
             if after is not None:
@@ -420,7 +420,7 @@ class _Hooks:
         attributes.pop("note_delivered", None)
 
 
-def _stopped_at(request: Request, tokenizer: Any, at_token: bool) -> int | None:
+def _stopped_at(request: Request, tokenizer, at_token: bool) -> int | None:
     """Number of tokens that the client got of a request with stop strings; None where it met none of them.
 
     Clients look for stop strings and abort the request in the engine core, which may have computed more, or ended it
@@ -447,7 +447,7 @@ def _stopped_at(request: Request, tokenizer: Any, at_token: bool) -> int | None:
 _chain = cache(Strategy.chain)
 
 
-def _counts(request_ids: Sequence[str], output: Any) -> list[int]:
+def _counts(request_ids: Sequence[str], output) -> list[int]:
     """Return the number of new tokens of each request, in the order of `request_ids`, usually the runner's too."""
     sampled = output.sampled_token_ids
     if not sampled:
@@ -463,7 +463,7 @@ def _has_no_output(request: Request) -> bool:
     return bool(request.num_output_tokens + request.num_output_placeholders == 0)
 
 
-def policy_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> PolicyScheduler:
+def policy_scheduler(vllm_config: VllmConfig, *args, **kwargs) -> PolicyScheduler:
     """Create the scheduler that fits the engine's `async_scheduling`, as resolved by vLLM."""
     cls = AsyncPolicyScheduler if vllm_config.scheduler_config.async_scheduling else PolicyScheduler
     return cls(vllm_config, *args, **kwargs)
@@ -475,7 +475,7 @@ class PolicyScheduler(Scheduler):
     ConfigError without a policy, and by `check_engine`.
     """
 
-    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any):
+    def __init__(self, vllm_config: VllmConfig, *args, **kwargs):
         begins, continues = "tltlab raised", "the engine continues without a policy, a recording or a capture"
         self.guard = Guard(begins, continues, self._give_up)
         super().__init__(vllm_config, *args, **kwargs)
@@ -526,7 +526,7 @@ class PolicyScheduler(Scheduler):
         if self.watch.recording is not None:
             self.watch.recording.give_up()
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+    def schedule(self, *args, **kwargs) -> SchedulerOutput:
         if self.control.draftless:
             for request in self.running:
                 request.spec_token_ids = []
@@ -552,13 +552,13 @@ class PolicyScheduler(Scheduler):
         self._num_places = self.control.reserved_depth if self.num_spec_tokens else 0
         self.capture.scheduled(scheduler_output)
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output):
         self.guard.call(self._note_output, scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.guard.call(self.watch.freed)
         return outputs
 
-    def _note_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> None:
+    def _note_output(self, scheduler_output: SchedulerOutput, model_runner_output) -> None:
         if (work := self.watch.returned(scheduler_output, model_runner_output)) is None:
             return
         if self._drafts_on_host and (self._has_drafts or self.control.tracker.in_force.strategy.speculates):
@@ -569,7 +569,7 @@ class PolicyScheduler(Scheduler):
         """True if drafts are made or trimmed here after an iteration's output."""
         return bool(self.num_spec_tokens) and not self.control.overlapped
 
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+    def update_draft_token_ids(self, draft_token_ids) -> None:
         draft_s = getattr(draft_token_ids, "draft_s", None)
         if self._worker_depth:
             workers = draft_token_ids.draft_token_ids
@@ -610,7 +610,7 @@ class PolicyScheduler(Scheduler):
         # Here vLLM cuts tokens behind an EOS token, so that drafts change no response. It is called for each request.
         self._update_request_with_output = self._stopped
 
-    def _stopped(self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
+    def _stopped(self, request: Request, new_token_ids: list[int], *args, **kwargs) -> tuple[list[int], bool]:
         assert self._stops is not None
         num = self.guard.call(self._stops.completed, request, new_token_ids)
         if num:
@@ -635,14 +635,14 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
 
     _queue: Sequence[tuple[Any, ...]] = ()
 
-    def draft_late(self, core: Any) -> None:
+    def draft_late(self, core) -> None:
         """Draft for iterations of this engine core: its runner asks, or the executor of workers in other processes."""
         self._queue = () if core.batch_queue is None else core.batch_queue
         runner = getattr(getattr(core.model_executor, "driver_worker", None), "model_runner", None)
         if runner is None:
             stock = core.model_executor.execute_model
 
-            def execute_model(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+            def execute_model(scheduler_output: SchedulerOutput, *args, **kwargs):
                 self._make_late_drafts(scheduler_output)
                 return stock(scheduler_output, *args, **kwargs)
 
@@ -676,7 +676,7 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
                 ahead[name] = new
         return ahead
 
-    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput):
         # Drafts of the host were made before the tokens in front of them had reached the grammar.
         drafts = scheduler_output.scheduled_spec_decode_tokens
         if scheduler_output.has_structured_output_requests and drafts:

@@ -63,7 +63,7 @@ def local_weight_transfer() -> type:
         init_info_cls = LocalInit
         update_info_cls = LocalUpdate
 
-        def __init__(self, *args: Any):
+        def __init__(self, *args):
             super().__init__(*args)
             self._mapped = MappedMemory()
             self._device: Any = None
@@ -147,7 +147,7 @@ class DeviceSender:
         self._sender.client = engines
         self._sender.send_weights()
 
-    def _join(self, engines: Engines) -> Any:
+    def _join(self, engines: Engines):
         with starting():
             if without := missing("weights over NCCL and IPC"):
                 raise RunError(f"{without}: set cluster.weights to host")
