@@ -112,6 +112,6 @@ bars(
 # The line at the measured bar is the range of four pairs of RL steps. Tokens per second and not seconds are compared,
 # because a model samples anew in every RL step.
 #
-# **How much a tuned policy brings depends on how many guesses are kept: `mean_accept_length` is that of a model trained
-# for seconds here, and that of the recording's model is larger.** `tltlab verify RUN --policies default` measures on
-# your model with repeats, and `tltlab demo` runs the whole loop.
+# **Simulated and measured gains agree within the scatter of RL steps as short as these; how large they are depends on
+# how many guesses are kept (`mean_accept_length`).** `tltlab verify RUN --policies default` measures on your model with
+# repeats, and `tltlab demo` runs the whole loop.

@@ -11,7 +11,7 @@ Drafting = Literal["any", "none", "none beside"]
 """Drafts that a request may have: "any", "none", or "none beside", which excludes others' in the batch too."""
 
 RlStepEnd = Literal["update", "call", "gap"]
-"""What ends an RL step of requests without keys, see `recording.Grouping`."""
+"""The end of an RL step of requests without keys, see `recording.Grouping`."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

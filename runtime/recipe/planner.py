@@ -1,4 +1,4 @@
-"""What a recipe's planner may use: the shapes of its engines, and their costs."""
+"""Means of a recipe's planner: the shapes of its engines, and their costs."""
 
 from tltlab.costs.load import load_costs
 from tltlab.planning.rollout import EngineCosts, Shape

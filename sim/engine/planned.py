@@ -43,7 +43,7 @@ from .worker import Asked, RolloutSimulator, Worker
 
 @dataclass(slots=True)
 class Planned:
-    """Who is asked in planned rollouts, and a simulator of each shape of the GPUs, that in which they begin first.
+    """The planner of planned rollouts, and a simulator of each shape of the GPUs, that in which they begin first.
 
     From the end of the engines of one shape to the start of another's there are `gather_s` seconds. The belief has the
     lengths of earlier RL steps.
@@ -61,7 +61,7 @@ class Planned:
         return result
 
     def engines(self, requests: Requests) -> dict[Shape, EngineCosts]:
-        """What planners know of the costs of each shape."""
+        """Costs of each shape, as planners know them."""
         found = {}
         for shape, simulator in self.simulators.items():
             tokens = partial(simulator.regimes.tokens_at, requests=requests)

@@ -605,7 +605,7 @@ def what_if(
 
 
 def _others(source: Imported, config: WhatIfConfig, read: Callable[..., Trace]) -> dict[Source, dict[str, LoggedRun]]:
-    """What is asked of with other values of each assumption; `read` reads the lengths again with other facts."""
+    """Runs with other values of each assumption; `read` reads the lengths again with other facts."""
     trace, drafting = source.trace, LoggedDrafting.of(source.trace)
     traces: dict[Source, dict[str, Trace]] = {}
     if any(note.endswith(ASSUMED_RESPONSES) for note in source.notes):

@@ -119,7 +119,7 @@ class Verification(Errors):
 
     @property
     def worst_step(self) -> str:
-        """What the machine's speed leaves of the largest error, and that speed."""
+        """The largest error once the machine's speed is known, and that speed."""
         row = self.rows[self.rows["error"].abs() == self.worst_error]
         (rl_step, *_), (ratio, *_) = row["rl_step"], row["step_time_ratio"]
         return f"{self._at_step_time(row):.1%} in the worst, RL step {rl_step}, whose iterations took {ratio:.2f}x"

@@ -61,7 +61,7 @@ def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None) -> Ite
 
 
 def measured_waiting(trace: Trace) -> Waiting | None:
-    """What waiting for the host takes an engine, up to the trace's largest batch, None where it was not measured.
+    """Seconds that an engine waits for the host, up to the trace's largest batch, None where it was not measured.
 
     It was in a rehearsal: its quick.json has plain iterations of stock vLLM with either scheduling, of the trace's
     model.

@@ -31,7 +31,7 @@ DRAFTING = ("per_token_s", "sd_base_s", "sd_idle_s", "draft_level_s", "draft_lev
 
 
 class Waiting(FrozenModel):
-    """What an iteration takes longer where the engine is scheduled synchronously: the device waits for the host.
+    """Extra seconds of an iteration where the engine is scheduled synchronously: the device waits for the host.
 
     Linear in the batch; `source` says where it was measured.
     """

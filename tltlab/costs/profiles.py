@@ -23,7 +23,7 @@ from .evidence import GOODPUT, SPECULATING, CalibratedRange, Error, Evidence, Sp
 from .roofline import Constants, Ideal, RooflineCosts, Share, Times, prefill_token_s, rounded_max
 
 _CONFIGS: Json = read_json(Path(__file__).with_name("configs.json"))
-"""Of a `config.json`: keys about experts (Qwen, DeepSeek, Kimi, GLM, Llama-4, Mixtral, MiniMax, GPT-OSS, Granite,
+"""Keys of a `config.json` about experts (Qwen, DeepSeek, Kimi, GLM, Llama-4, Mixtral, MiniMax, GPT-OSS, Granite,
 Hunyuan, Ernie, Ling, OLMoE), model types that normalise queries and keys, and types of quantized weights, by the method
 or, with compressed-tensors and ModelOpt, which describe the weights' numbers, by kind and bits."""
 _MOE_KEYS: dict[str, list[str]] = _CONFIGS["experts"]
@@ -200,7 +200,7 @@ class Efficiencies(FrozenModel):
 
 
 class Experts(FrozenModel):
-    """What mixtures of experts take, whatever the engine and the GPU; fields as in `Constants`.
+    """Costs of mixtures of experts, whatever the engine and the GPU; fields as in `Constants`.
 
     `expert_prefill` multiplies the prefill efficiency. A layer with an MLP for all tokens beside its experts, which are
     then chosen within groups, takes `shared_layer_s` more.

@@ -118,7 +118,7 @@ class RunEvidence:
 
     @cached_property
     def learning(self) -> pd.DataFrame:
-        """What shows that the policy learns, a row for each RL step: shares of cut responses and of groups without an
+        """Signs that the policy learns, a row for each RL step: shares of cut responses and of groups without an
         advantage, rewards, and a log's figures (`step_metrics.LEARNING`); NaN is unknown."""
         if self.log is not None:
             return self.log[["rl_step", "cut", "reward_mean", *LEARNING]]

@@ -17,7 +17,7 @@ from tltlab.arrays import Array, Floats, Ints
 llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
 
 ENTRY = np.dtype([("name", np.uint64), ("token", np.int32), ("count", np.int32), ("total", np.int32)], align=True)
-"""Of a gram: the token that followed it most often, how often, and how often any did; 0 is the name of a free slot.
+"""Columns of a gram: its most frequent next token, how often that and any followed; 0 is the name of a free slot.
 
 Of a gram with another token that followed it: `count`, since when that last was the most frequent.
 """

@@ -77,7 +77,7 @@ class Imported:
 
     @property
     def read(self) -> list[str]:
-        """What was read, in words: columns or metrics, with what they are taken for where that is another name."""
+        """The columns or metrics that were read, in words, with what they are taken for where that has another name."""
         used = ", ".join(column if column == name else f"{column} ({name})" for name, column in self.used.items())
         num = f"{self.trace.num_rows('outcomes')} responses of {len(self.trace.rl_steps)} RL steps"
         return [used or f"trace {self.trace.manifest.name or ''}".rstrip(), num]

@@ -91,7 +91,7 @@ FORMS = (
 )
 """How lines of metrics begin and are written: those of frameworks, then any."""
 ANY: Json = _TABLE["any"]
-"""What does not depend on the framework."""
+"""Keys and forms of any framework."""
 KNOWN = ", ".join(dict.fromkeys(framework.name.split(",")[0] for framework in FRAMEWORKS))
 """The frameworks' names, as messages list them."""
 
@@ -104,7 +104,7 @@ _KNOWN = frozenset(key for framework in FRAMEWORKS for key in framework.keys)
 _ANY = {name: re.compile(pattern) for name, pattern in _TABLE["any"].items() if isinstance(pattern, str)}
 _NO_SECONDS = _ANY.pop("no_seconds")
 LEARNING = {name: re.compile(pattern) for name, pattern in _TABLE["any"]["learning"].items()}
-"""What shows that a policy learns, by field: regular expressions of keys."""
+"""Signs that a policy learns, by field: regular expressions of keys."""
 _TIMERS = re.compile("|".join(sorted({framework.timers.pattern for framework in FRAMEWORKS})))
 _DRAFTER_TRAINING = _ANY["drafter_training"]
 _MOST_LETTERS = 256

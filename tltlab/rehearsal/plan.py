@@ -26,7 +26,7 @@ from tltlab.traces.trace import Trace
 from .settings import RehearsalConfig
 
 _SHAPES = read_json(Path(__file__).with_name("shapes.json"))
-"""What does not depend on the shape in the config.json of a Qwen model, and "tiny"."""
+"""Entries that do not depend on the shape in the config.json of a Qwen model, and "tiny"."""
 TINY = ModelShape(**_SHAPES["tiny"])
 _MEMORY_SHARE = 0.9
 _LARGE_BATCH = 1 << 20

@@ -103,7 +103,7 @@ class Runs:
         return replace(page, home=".", live=live)
 
     def state(self, *names: str) -> tuple[Any, ...]:
-        """What a page of these runs, or of the list without any, is made of, and when that changed last. KeyError."""
+        """Sources of a page of these runs, or of the list without any, and when each changed last. KeyError."""
         runs = self.paths()
         return tuple((name, _changed(runs[name]), _state(runs[name])) for name in names or runs)
 
