@@ -237,7 +237,7 @@ def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float, most_names: fl
             end = np.maximum(end, start + _MARK_SHARE * end_s)
         low, high = row[of_kind] - 0.42, row[of_kind] + 0.42
         corners = np.stack([start, low, start, high, end, high, end, low], axis=-1).reshape(-1, 4, 2)
-        color, hatch = LOOKS.get(kind, _LOOKS["other"])
+        color, hatch = _look(kind)
         axes.add_collection(
             PolyCollection(
                 list(corners), facecolor=color, edgecolor=_edge(kind), linewidth=0, hatch=hatch or None,
@@ -251,6 +251,11 @@ def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float, most_names: fl
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelbottom=False, length=2)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _look(kind: str) -> list[str]:
+    """The colour and hatch of a kind; a drafter that has none of its own has those of all decoding with drafts."""
+    return LOOKS.get(kind, LOOKS.get(kind.partition(" ")[0], _LOOKS["other"]))
 
 
 def _edge(kind: str) -> tuple[float, float, float, float]:
@@ -307,19 +312,22 @@ def _title(trace: Trace, rl_step: int | Literal["all"], title: str | None, *, br
     policies = [] if part.steps is None else part.steps["policy"].dropna().unique().tolist()
     kind = ", ".join([trace.manifest.kind, *(policies if len(policies) == 1 else [])])
     name = title or (f"{trace.manifest.name} ({kind})" if trace.manifest.name else kind)
-    facts = [name if brief else f"{name}: {steps}"]
+    facts = [f"{name}: {steps}"]
     if (duration := metrics.makespan_s(part)) is not None:
         facts.append(f"rollout {duration:.3g} s{' on average' if rl_step == 'all' else ''}")
     if (idle := metrics.bubble_fraction(part, idle=True)) is not None:
         facts.append(f"idle {100 * idle:.0f} %")
     if (tail := metrics.tail_fraction(part)) is not None and not brief:
         facts.append(f"tail {100 * tail:.0f} %")
-    return textwrap.fill(f"{facts[0]}: {', '.join(facts[1:])}", 46) if brief else "  ·  ".join(facts)
+    if not brief:
+        return "  ·  ".join(facts)
+    whole = [fact.replace(" ", "\N{NO-BREAK SPACE}") for fact in facts[1:]]
+    return textwrap.fill(f"{name}: {', '.join(whole)}", 46)
 
 
 def _legend(figure: Figure, kinds: pd.Series[Any], columns: int) -> None:
-    looks = {kind: look for kind, look in LOOKS.items() if (kinds == kind).any()}
-    looks |= {"other": _LOOKS["other"]} if (~kinds.isin(list(LOOKS))).any() else {}
+    order = list(LOOKS)
+    looks = {kind: _look(kind) for kind in sorted(kinds.unique(), key=lambda k: order.index(k) if k in order else 99)}
     patches = [
         Patch(facecolor=color, edgecolor=_edge(kind) if hatch else "#888888", hatch=hatch or None,
               label=kind.replace("_", " "), linewidth=0 if hatch else 0.4)

@@ -27,9 +27,10 @@ def lanes(
     """Segments of an RL step, or of all one by one: lane, kind, start_s, end_s; lanes in display order.
 
     Taken from `spans`, else from `iterations`, else from `outcomes` (a worker is busy until its last response
-    finishes). Neighbours of one kind are merged, gaps of a worker during the rollout are "idle". Without a trainer in
-    the spans its lane comes from `steps`. Times are since the start of the RL step, for "all" since that of the run;
-    `offsets` places the RL steps elsewhere. `rollout_only` keeps workers only, until the rollout's end.
+    finishes). Decoding with drafts is "speculative_decode (ngram)" where the drafter is known. Neighbours of one kind
+    are merged, gaps of a worker during the rollout are "idle". Without a trainer in the spans its lane comes from
+    `steps`. Times are since the start of the RL step, for "all" since that of the run; `offsets` places the RL steps
+    elsewhere. `rollout_only` keeps workers only, until the rollout's end.
     Raises TraceError where the trace has no times, or no such RL step.
     """
     places = step_offsets(trace) if offsets is None else offsets
@@ -105,11 +106,14 @@ def _workers(trace: Trace, start_s: float, duration: float | None) -> pd.DataFra
     outcomes, spans, iterations = trace.outcomes, trace.spans, trace.iterations
     other_lanes = _segments([], [], [], [])
     if spans is not None and len(spans):
-        work = _segments(spans["lane"], spans["kind"], spans["t_start"], spans["t_start"] + spans["duration"])
+        drafter = " (" + spans["detail"].str.partition(":")[0] + ")"
+        kind = spans["kind"] + drafter.where(spans["kind"] == "speculative_decode").fillna("")
+        work = _segments(spans["lane"], kind, spans["t_start"], spans["t_start"] + spans["duration"])
         on_worker = work["lane"].str.startswith("worker ")
         work, other_lanes = work[on_worker], work[~on_worker]
     elif iterations is not None and len(iterations):
-        kind = np.where(iterations["num_drafted"] > 0, "speculative_decode", "decode")
+        drafted = "speculative_decode (" + iterations["drafter"] + ")"
+        kind = np.where(iterations["num_drafted"] > 0, drafted.fillna("speculative_decode"), "decode")
         kind = np.where((iterations["prefill_tokens"] > 0) & (iterations["num_generated"] == 0), "prefill", kind)
         on = "worker " + iterations["worker"].astype(str)
         work = _segments(on, kind, iterations["t_start"], iterations["t_start"] + iterations["duration"])

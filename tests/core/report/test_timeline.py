@@ -34,6 +34,14 @@ def recorded(num_workers=2, spans=None, iterations=None, steps=None, name="small
     return trace.replace(manifest=Manifest(kind="recorded", name=name, num_workers=num_workers), **tables)
 
 
+def test_the_legend_tells_drafters_apart():
+    spans = [(0, "worker 0", "speculative_decode", i, 1.0, detail) for i, detail in enumerate(["ngram:4", "mine:2"])]
+    spans = pd.DataFrame(spans, columns=["rl_step", "lane", "kind", "t_start", "duration", "detail"])
+    (legend,) = timeline(recorded(1).replace(spans=spans)).legends
+    drafters = ["speculative decode (ngram)", "speculative decode (mine)"]
+    assert [text.get_text() for text in legend.get_texts()][-2:] == drafters
+
+
 def steps(**columns):
     return pd.DataFrame({"policy_version": 0, "t_start": 0.0} | columns)
 
@@ -48,8 +56,9 @@ def told(trace, rl_step=0):
 
 TIMES = {"worker": [0, 0, 0, 1], "t_start": [0.0, 0.5, 1.0, 0.0], "duration": [0.5, 0.5, 0.5, 2.0]}
 WORKED = iterations(
-    **TIMES, batch=1, num_generated=0, iteration=[0, 1, 2, 0], prefill_tokens=[7, 0, 0, 0], num_drafted=[0, 0, 0, 4]
-)
+    **TIMES, batch=1, num_generated=0, iteration=[0, 1, 2, 0], prefill_tokens=[7, 0, 0, 0], num_drafted=[0, 0, 0, 4],
+    drafter=["none", "none", "none", "suffix"],
+)  # fmt: skip
 ON_0 = [("worker 0", "decode", 0.0, 0.4), ("worker 0", "decode", 0.4, 0.6), ("worker 0", "spot_train", 1.5, 0.5)]
 SPANS = [*ON_0, ("worker 10", "decode", 0.0, 2.0), ("worker 1", "decode", 0.0, 2.0), ("trainer", "train", 2.0, 1.0)]
 TRAINED = steps(rl_step=[0], reward_s=0.25, train_s=1.0, sync_s=0.5)
@@ -59,7 +68,7 @@ LANES = {
     "busy until the last response": ({}, BUSY),
     "iterations are merged": (
         {"iterations": WORKED},
-        ["worker 0: prefill 0-0.5, decode 0.5-1.5, idle 1.5-2", "worker 1: speculative_decode 0-2"],
+        ["worker 0: prefill 0-0.5, decode 0.5-1.5, idle 1.5-2", "worker 1: speculative_decode (suffix) 0-2"],
     ),
     "spans are merged": ({"spans": SPANS}, ["worker 0: decode 0-1, idle 1-1.5, spot_train 1.5-2", BUSY[1], *REST]),
     "the trainer comes behind the rollout": (
