@@ -14,8 +14,8 @@ from tltlab.console import command_group, emit, progress, table, table_text
 from tltlab.errors import ConfigError
 from tltlab.importers.rows import Reading
 from tltlab.importers.sources import Format, imported, read, read_lengths
-from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, statistics
-from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
+from tltlab.lengths.fit import fit_lengths, shape_of
+from tltlab.lengths.generate import ToolUse, generate_steps, manifest_of
 from tltlab.lengths.model import LengthModel, of_regime
 from tltlab.options import check, command, option
 from tltlab.planning.beliefs import judge
@@ -26,7 +26,6 @@ from tltlab.traces.recorder import Recorder
 from tltlab.traces.recorder import repair as repair_recording
 from tltlab.traces.split import split_at_gaps
 from tltlab.traces.storage import frame_to_arrow, has_checksums
-from tltlab.traces.trace import Trace
 
 from .annotate import annotate_trace
 
@@ -187,7 +186,7 @@ def generate(
     out: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")],
     config: GenerateConfig,
 ) -> None:
-    """Draw a synthetic trace of response lengths, from a regime or fitted to a trace, and print its statistics.
+    """Draw a synthetic trace of response lengths, from a regime or fitted to a trace.
 
     The model that was drawn from is written beside the tables as lengths.json.
 
@@ -204,32 +203,27 @@ def generate(
     manifest = manifest_of(
         model, group_size=shape["group_size"], num_workers=source.num_workers, seed=seed, name=out.name
     )
-    every = math.ceil(math.prod(shape.values()) / MAX_RESPONSES)
-    names = ("workload", "outcomes")
-    sampled: list[StepTables] = []
     num_tokens = 0
     with Recorder(out, manifest) as recorder:
-        for rl_step, (workload, outcomes) in enumerate(steps):
-            written = (workload, outcomes) if tools is None else tools.cut((workload, outcomes), seed)
-            for name, frame in zip(names, written, strict=True):
+        for tables in steps:
+            written = tables if tools is None else tools.cut(tables, seed)
+            for name, frame in zip(("workload", "outcomes"), written, strict=True):
                 recorder.append(name, frame_to_arrow(name, frame))
             recorder.flush(wait=False)
-            num_tokens += int(outcomes["response_tokens"].sum())
-            if rl_step % every == 0:
-                sampled.append((workload, outcomes))
+            num_tokens += int(tables[1]["response_tokens"].sum())
     model.write(out / MODEL_FILE)
-    tables = {n: pd.concat(frames) for n, frames in zip(names, zip(*sampled, strict=True), strict=True)}
-    figures = statistics(Trace.from_tables(manifest, tables))
     result = {
         "path": str(out),
         "num_rl_steps": shape["num_rl_steps"],
         "num_responses": math.prod(shape.values()),
         "num_tokens": num_tokens,
         "model": model.model_dump(mode="json"),
-        "statistics": figures,
-        "like": source.statistics,
     }
-    emit(result, _generated_text(result))
+    lines = [
+        f"wrote {out}: {result['num_responses']} responses, {num_tokens} tokens, {shape['num_rl_steps']} RL steps",
+        *model.notes, f"next: tltlab trace describe {out}",
+    ]  # fmt: skip
+    emit(result, "\n".join(lines))
 
 
 def _counts_text(counts: Json) -> str:
@@ -267,7 +261,6 @@ class _Source:
     shape: dict[str, int]
     num_prompts: int | None = None
     num_workers: int | None = None
-    statistics: Json | None = None
 
 
 def _source(regime: str | None, like: str | None, prompt_share: float | None) -> _Source:
@@ -279,20 +272,9 @@ def _source(regime: str | None, like: str | None, prompt_share: float | None) ->
     if Path(like).suffix == ".json":
         return _Source(model=LengthModel.load(like), shape=shape)
     trace = read(like)
-    figures = statistics(trace)
-    prompts = max(1, round(figures["prompts_per_step"]))
-    seen_groups = figures["prompts_per_step"] * figures["num_rl_steps_looked_at"]
-    return _Source(
-        model=fit_lengths(trace, prompt_share=prompt_share),
-        shape={
-            "num_rl_steps": len(trace.rl_steps),
-            "prompts_per_step": prompts,
-            "group_size": max(1, round(figures["group_size"])),
-        },
-        num_prompts=max(prompts, figures["num_prompts"]) if figures["num_prompts"] < 0.999 * seen_groups else None,
-        num_workers=trace.manifest.num_workers,
-        statistics=figures,
-    )
+    sizes, num_prompts = shape_of(trace)
+    model, workers = fit_lengths(trace, prompt_share=prompt_share), trace.manifest.num_workers
+    return _Source(model=model, shape=sizes, num_prompts=num_prompts, num_workers=workers)
 
 
 def _changed(model: LengthModel, changes: dict[str, float]) -> LengthModel:
@@ -301,21 +283,3 @@ def _changed(model: LengthModel, changes: dict[str, float]) -> LengthModel:
         return model
     note = "set by hand: " + ", ".join(f"{name} {value:g}" for name, value in changes.items())
     return model.with_changes(**changes).model_copy(update={"notes": (*model.notes, note)})
-
-
-def _generated_text(result: Json) -> str:
-    lines = [
-        f"wrote {result['path']}: {result['num_responses']} responses, {result['num_tokens']} tokens, "
-        f"{result['num_rl_steps']} RL steps"
-    ]
-    lines += result["model"]["notes"]
-    like = result["like"]
-    columns = [result["statistics"], *([] if like is None else [like])]
-    rows = [(name, *(_cell(column[name]) for column in columns)) for name in columns[0]]
-    return "\n".join([*lines, "", table(["", "generated", "like"][: len(columns) + 1], rows)])
-
-
-def _cell(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Fits the model of lengths to a trace, and measures statistics to compare traces by."""
+"""Fits the model of lengths to a trace."""
 
 import math
 
@@ -7,7 +7,6 @@ import pandas as pd
 
 from tltlab.arrays import Flags, Floats
 from tltlab.errors import ConfigError
-from tltlab.records import Json
 from tltlab.traces.metrics import prompt_share as measured_share
 from tltlab.traces.trace import Trace
 
@@ -70,46 +69,13 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
     return model.with_changes(prompt_share=prompt_share, **_prompt_lengths(rows))
 
 
-def statistics(trace: Trace) -> Json:
-    """Statistics of lengths measured on a trace, as in the model of lengths; None where a value is unknown.
-
-    Percentiles and mean in tokens as they were cut, standard deviation of log length (`log_sigma`), the mean over
-    groups of standard deviation / mean (`within_group_cv`), intraclass correlation of log length (`prompt_share`),
-    share of cut responses (`cap_mass`, and in the first and last quarter of the RL steps), growth of the median per
-    RL step with its standard error, and median prompt tokens.
-    """
+def shape_of(trace: Trace) -> tuple[dict[str, int], int | None]:
+    """The size of a trace, as `generate` takes it, and how many prompts it has where they come back, else None."""
     rows, sampled = _rows(trace)
-    tokens = np.rint(np.exp(rows["y"].to_numpy()))
-    group = pd.Series(tokens).groupby([rows["step"].to_numpy(), rows["prompt_id"].to_numpy()], sort=False)
-    sizes = group.size()
-    spread = (group.std() / group.mean()).dropna()
-    growth, growth_error = _drift(rows)
-    quarter = max(1, len(sampled.rl_steps) // 4)
-    at_cap = rows["at_cap"].groupby(rows["step"]).agg(["sum", "size"])
-    p50, p75, p90, p99, longest = (float(q) for q in np.percentile(tokens, (50, 75, 90, 99, 100)))
-    return {
-        "num_rl_steps": len(trace.rl_steps),
-        "num_rl_steps_looked_at": len(sampled.rl_steps),
-        "num_responses_looked_at": len(rows),
-        "num_prompts": int(rows["prompt_id"].nunique()),
-        "prompts_per_step": float(len(sizes) / len(sampled.rl_steps)),
-        "group_size": float(sizes.mean()),
-        "p50_tokens": p50,
-        "p75_tokens": p75,
-        "p90_tokens": p90,
-        "p99_tokens": p99,
-        "max_tokens": longest,
-        "mean_tokens": float(tokens.mean()),
-        "log_sigma": float(rows["y"].std(ddof=0)),
-        "within_group_cv": float(spread.mean()) if len(spread) else None,
-        "prompt_share": measured_share(sampled),
-        "cap_mass": float(rows["at_cap"].mean()),
-        "cap_mass_first": float(at_cap["sum"][:quarter].sum() / at_cap["size"][:quarter].sum()),
-        "cap_mass_last": float(at_cap["sum"][-quarter:].sum() / at_cap["size"][-quarter:].sum()),
-        "median_growth": growth,
-        "median_growth_standard_error": growth_error,
-        "p50_prompt_tokens": float(rows["prompt_tokens"].median()),
-    }
+    sizes = rows.groupby(["step", "prompt_id"]).size()
+    prompts, distinct = max(1, round(len(sizes) / len(sampled.rl_steps))), rows["prompt_id"].nunique()
+    shape = {"num_rl_steps": len(trace.rl_steps), "prompts_per_step": prompts, "group_size": round(sizes.mean())}
+    return shape, max(prompts, distinct) if distinct < 0.999 * len(sizes) else None
 
 
 def _rows(trace: Trace) -> tuple[pd.DataFrame, Trace]:
@@ -249,8 +215,8 @@ def _quantiles(y: Floats, cut: Flags) -> tuple[tuple[float, float], ...]:
     return tuple((p, math.exp(log)) for p, log in pairs)
 
 
-def _drift(rows: pd.DataFrame) -> tuple[float | None, float | None]:
-    """Growth of the median per RL step, and the standard error of its logarithm; None where too few have a median."""
+def _growth(rows: pd.DataFrame, notes: list[str]) -> float:
+    """Growth of the median per RL step where it is sure, else 0 and a note."""
     from scipy.stats import linregress
 
     medians = [
@@ -259,19 +225,13 @@ def _drift(rows: pd.DataFrame) -> tuple[float | None, float | None]:
     ]
     known = np.array([pair for pair in medians if pair[1] is not None], np.float64)
     if len(known) < _MIN_DRIFT_STEPS:
-        return None, None
-    line = linregress(*known.T)
-    return math.expm1(line.slope), float(line.stderr)
-
-
-def _growth(rows: pd.DataFrame, notes: list[str]) -> float:
-    growth, error = _drift(rows)
-    if growth is None or error is None:
         notes.append("growth of the median is not identified: 0")
-    elif abs(math.log1p(growth)) > _SIGNIFICANT * error:
+        return 0.0
+    line = linregress(*known.T)
+    growth, error = math.expm1(line.slope), float(line.stderr)
+    if abs(line.slope) > _SIGNIFICANT * error:
         return growth
-    else:
-        notes.append(f"growth of the median is {growth:.2g} +- {error:.2g} per step, too uncertain: 0")
+    notes.append(f"growth of the median is {growth:.2g} +- {error:.2g} per step, too uncertain: 0")
     return 0.0
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.refused import refused
 from tests.traces_of_lengths import of_samples
 from tltlab.errors import ConfigError
-from tltlab.lengths.fit import fit_lengths, pareto_tail, statistics, with_tail_drawn
+from tltlab.lengths.fit import fit_lengths, pareto_tail, shape_of, with_tail_drawn
 from tltlab.lengths.generate import generate, generate_steps
 from tltlab.lengths.model import REGIMES, LengthModel, ParetoTail
 from tltlab.traces import metrics
@@ -240,7 +240,6 @@ def test_one_sample_per_prompt_gives_no_share():
     with refused(ConfigError):
         fit_lengths(trace)
     assert fit_lengths(trace, prompt_share=0.9).prompt_share == 0.9
-    assert statistics(trace)["within_group_cv"] is None
 
 
 def test_lengths_that_are_all_same_can_be_fitted():
@@ -253,7 +252,7 @@ def test_lengths_that_are_all_same_can_be_fitted():
 def test_too_little_to_fit_is_reported():
     all_cut, one = draw(HEAVY.with_changes(max_response_tokens=2), prompts=4), draw(HEAVY, prompts=1)
     empty = Trace.from_tables(one.manifest, {n: one.table(n).iloc[:0] for n in ("workload", "outcomes")})
-    for use, trace in ((fit_lengths, all_cut), (fit_lengths, empty), (statistics, empty)):
+    for use, trace in ((fit_lengths, all_cut), (fit_lengths, empty), (shape_of, empty)):
         with refused(ConfigError):
             use(trace)
 
@@ -362,20 +361,18 @@ def test_the_longest_unseen_lie_within_the_tail(shared_data):
 
 def test_drawn_lengths_are_like_measured_ones(shared_data):
     for name, trace in measured(shared_data):
-        was = statistics(trace)
-        grouped = was["within_group_cv"] is not None
-        model = fit_lengths(trace, prompt_share=None if grouped else 0.9)
-        now = statistics(draw(model, prompts=2500, group=max(1, round(was["group_size"])), seed=7))
+        size = shape_of(trace)[0]["group_size"]
+        model = fit_lengths(trace, prompt_share=None if size > 1 else 0.9)
+        again = draw(model, prompts=2500, group=size, seed=7)
         # A model answered 19 prompts, so its quantiles lie on few, wide steps.
-        off = 0.06 if was["num_responses_looked_at"] > 1000 else 0.15
-        for quantile in ("p50_tokens", "p75_tokens", "p90_tokens"):
-            assert now[quantile] == pytest.approx(was[quantile], rel=off), (name, quantile)
-        assert now["cap_mass"] == pytest.approx(was["cap_mass"], abs=0.02), name
-        if was["num_responses_looked_at"] > 1000:
-            assert now["p99_tokens"] == pytest.approx(was["p99_tokens"], rel=0.1), name
-        if grouped:
-            assert now["prompt_share"] == pytest.approx(was["prompt_share"], abs=0.03), name
-            assert now["within_group_cv"] == pytest.approx(was["within_group_cv"], rel=0.27), name
+        many = len(trace.outcomes) > 1000
+        for level, off in ((50, 0.06), (75, 0.06), (90, 0.06), *([(99, 0.1)] if many else [])):
+            now, was = (metrics.length_percentiles(each, [level]) for each in (again, trace))
+            assert now == pytest.approx(was, rel=off if many else 0.15), (name, level)
+        now, was = ((each.outcomes["finish_reason"] == "length").mean() for each in (again, trace))
+        assert now == pytest.approx(was, abs=0.02), name
+        if size > 1:
+            assert metrics.prompt_share(again) == pytest.approx(metrics.prompt_share(trace), abs=0.03), name
 
 
 # The command and the traces it made
@@ -392,19 +389,19 @@ def test_command_writes_valid_trace_and_its_model(run, tmp_path):
     assert result["num_tokens"] == metrics.num_tokens(trace)
     assert (trace.manifest.kind, trace.manifest.num_workers, trace.manifest.group_size) == ("synthetic", 2, 8)
     assert LengthModel.load(out / "lengths.json") == REGIMES["reasoning"]
-    assert result["statistics"]["prompt_share"] > 0.7
+    assert metrics.prompt_share(trace) > 0.7
 
 
 def test_like_a_trace_takes_its_lengths_and_shape(run, tmp_path):
     source = draw(HEAVY.with_changes(prompt_share=0.6), steps=3, prompts=50, group=6, num_workers=5)
     source.write(tmp_path / "source")
-    code, text, _ = run("--like", tmp_path / "source", "--out", tmp_path / "t", "--json")
-    assert code == 0
-    result = json.loads(text)
-    shape = ("num_rl_steps", "prompts_per_step", "group_size")
-    assert [result["statistics"][n] for n in shape] == [result["like"][n] for n in shape] == [3, 50, 6]
-    assert result["statistics"]["p50_tokens"] == pytest.approx(result["like"]["p50_tokens"], rel=0.25)
-    assert read(tmp_path / "t").manifest.num_workers == 5
+    assert run("--like", tmp_path / "source", "--out", tmp_path / "t")[0] == 0
+    trace = read(tmp_path / "t")
+    assert list(shape_of(trace)[0].values()) == list(shape_of(source)[0].values()) == [3, 50, 6]
+    assert trace.outcomes["response_tokens"].median() == pytest.approx(
+        source.outcomes["response_tokens"].median(), 0.25
+    )
+    assert trace.manifest.num_workers == 5
 
 
 def test_a_traces_model_draws_it_again(run, tmp_path):
