@@ -4,8 +4,6 @@ Nothing here adds events to the simulation: training does not change the rollout
 their progress are updated at each event of the rollout.
 """
 
-from collections.abc import Sequence
-
 from tltlab.coordination.machine import (
     CoordinatorConfig,
     CoordinatorState,
@@ -52,12 +50,10 @@ class SpotResult:
 class IdleUse:
     """Use of idle workers while others still run: none here. Methods are called at the virtual time of their event.
 
-    A rollout begins; a worker that is about to be idle has finished responses of these lengths, and has nothing left
-    to do in this rollout; all workers are done.
+    A rollout begins; a worker has nothing left to do in this rollout; all workers are done.
     """
 
     def rollout_started(self, num_workers: int, now: float) -> None: ...
-    def responses_finished(self, response_tokens: Sequence[float], now: float) -> None: ...
     def worker_idle(self, worker: int, now: float) -> None: ...
     def rollout_ended(self, now: float) -> None: ...
 
@@ -66,8 +62,8 @@ class SimulatedSpotTrainer(IdleUse):
     """Trains the drafter on idle workers; its updates and data last from rollout to rollout.
 
     Calls come in order of time, in seconds of the environment's clock. Every worker begins busy and is idle once, so a
-    rollout has one training period at most, which ends when the last worker is idle. Responses that have finished are
-    data, an idle worker's too where `responses_finished` is not called.
+    rollout has one training period at most, which ends when the last worker is idle. What an idle worker has generated
+    are data.
 
     >>> spot = SimulatedSpotTrainer(SpotTraining(start_s=5.0))
     >>> spot.rollout_started(num_workers=2, now=0.0)
@@ -102,11 +98,6 @@ class SimulatedSpotTrainer(IdleUse):
         for worker in range(num_workers):
             self._feed(TrainerReady(worker=worker))
         self._feed(RolloutStarted(rl_step=self._rollout))
-
-    def responses_finished(self, response_tokens: Sequence[float], now: float) -> None:
-        """Responses of these lengths have finished: data to train on, the longest of them in the next rollout too."""
-        self._train_until(now)
-        self._has_data |= sum(response_tokens) > 0
 
     def worker_idle(self, worker: int, now: float) -> None:
         """The worker has neither running nor waiting requests."""

@@ -147,7 +147,7 @@ class RolloutSimulator:
             else:
                 env.run(until=env.all_of([env.process(worker.run(env)) for worker in workers]))
             result.tool_wait_s = 0.0 if tools is None else tools.waited_s
-            self._notify_idle_use(result, [worker.response_tokens() for worker in workers])
+            self._notify_idle_use(result)
         result.makespan_s = max(result.worker_end_s)
         self.idle_use.rollout_ended(result.makespan_s)
         return result
@@ -171,13 +171,11 @@ class RolloutSimulator:
         result.note_drained(drained, range(len(result.logs)))
         result.drained = drained
         result.worker_end_s = np.where(residents.present[:, -1], drained.finish_s[:, -1], 0.0).tolist()
-        responses = zip(residents.remaining, residents.present, strict=True)
-        self._notify_idle_use(result, [remaining[present].tolist() for remaining, present in responses])
+        self._notify_idle_use(result)
 
-    def _notify_idle_use(self, result: SimulatedRollout, response_tokens: list[list[int]]) -> None:
-        """Workers are idle from their ends; these are the lengths of the responses of each."""
+    def _notify_idle_use(self, result: SimulatedRollout) -> None:
+        """Workers are idle from their ends."""
         for w, end_s in sorted(enumerate(result.worker_end_s), key=lambda pair: pair[1]):
-            self.idle_use.responses_finished(response_tokens[w], end_s)
             self.idle_use.worker_idle(w, end_s)
 
 
@@ -420,13 +418,6 @@ class Worker:
         b = first_s - half
         n = (math.sqrt(b * b + 4 * half * max(0.0, seconds)) - b) / (2 * half)
         return max(1.0, math.ceil(n - _ROUNDING))
-
-    def response_tokens(self) -> list[int]:
-        """Lengths of the responses that this worker began, all turns together."""
-        if self.tools is None:
-            return list(self.requests.lengths[self.queue].tolist())
-        lengths = self.requests.response_tokens
-        return [sum(lengths[turn] for turn in self.tools.turns.chain(request)) for request in self.queue.tolist()]
 
     @property
     def _needs_no_outcome(self) -> bool:

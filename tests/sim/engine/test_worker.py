@@ -332,9 +332,6 @@ class Noted(IdleUse):
     def __init__(self):
         self.calls = []
 
-    def responses_finished(self, response_tokens, now):
-        self.calls.append((list(response_tokens), now))
-
     def worker_idle(self, worker, now):
         self.calls.append((worker, now))
 
@@ -352,7 +349,7 @@ def test_a_clock_of_its_own_changes_nothing(sampled, capacity, monkeypatch):
         batches = (lambda req: Batch(req, Drawn(req, 0))) if sampled else FluidBatch
         engine.prepare(Regimes(selectors[0].strategies, cost, acceptance), batches)
         result = engine.rollout(req, place(req, 3, "contiguous"))
-        assert [now for _, now in idle_use.calls[::2]] == sorted(result.worker_end_s)
+        assert [now for _, now in idle_use.calls] == sorted(result.worker_end_s)
         outcomes.append((
             result.finish_s.tolist(), result.first_token_s.tolist(), idle_use.calls,
             [selector.outcomes for selector in selectors],
