@@ -282,7 +282,7 @@ def driver(
 @app.command()
 @command
 def gpu(
-    part: Annotated[str, Argument(help="quick, show, graphs, seam, sync or update.")],
+    part: Annotated[str, Argument(help="quick, show, seam or update.")],
     model: Annotated[
         Path | None,
         Argument(help="A model's folder, with a config.json; of quick a shape, of show a quick.json."),
@@ -295,14 +295,12 @@ def gpu(
     minutes: float = option("Of quick: plan what fits into so many.", 6, min=0.1),
     out: Path | None = option("File to write after each engine, as JSON."),
 ) -> None:
-    """What only a GPU tells: CUDA graphs captured and run, tokens/s beside stock vLLM, weight sync, determinism.
+    """What only a GPU tells: a long-tail rollout and tokens/s beside stock vLLM, what determinism costs.
 
     quick: one rollout at the shapes of a 1.5B and a 7B model under stock vLLM and three policies, and plain steps of
-    both engines, most worth first. show: a quick.json in words. graphs: what adaptivity costs plain steps on the V1
-    runner, then one strategy, every one apart and buckets on V2; memory, what iterations ran in and the step, by batch
-    and depth. seam: stock vLLM and policies that draft nothing. sync: new weights by
-    three ways. update: a trainer's update of a model that has weights, on as many responses as the first batch size,
-    with deterministic algorithms and without.
+    both engines, most worth first. show: a quick.json in words. seam: stock vLLM and policies that draft nothing.
+    update: a trainer's update of a model that has weights, on as many responses as the first batch size, with
+    deterministic algorithms and without.
 
     Example: tltlab bench gpu seam models/shape-1.5b --shape Qwen2.5-1.5B --batches 128,256,512 --out seam.json
     """
