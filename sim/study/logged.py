@@ -12,6 +12,7 @@ import pandas as pd
 from tltlab.arrays import Floats
 from tltlab.calibration.logged import LoggedDrafting
 from tltlab.calibration.stages import mean_stages, measured_stages, rollout_rows, rollout_share
+from tltlab.costs.base import CostModel
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.costs.stages import StageCosts
 from tltlab.policies.policy import Policy
@@ -71,15 +72,21 @@ class LoggedRun:
         sample = next(samples(timed))
         measured_s = rows.loc[sample, part].to_numpy()
         level = float(measured_s.sum() / run.seconds(sample).sum())
-        own, _ = scenarios.config.find_costs(trace)
-        costs = ScaledCosts.wrapping(own, level=level, switch_s=own.switch_s * level, outside_s=own.outside_s * level)
+
+        def scaled(own: CostModel) -> CostModel:
+            return ScaledCosts.wrapping(
+                own, level=level, switch_s=own.switch_s * level, outside_s=own.outside_s * level
+            )
+
+        costs, shapes = scenarios.config.find_costs(trace)[0], scenarios.config.find_shapes()
         subject = "rollouts" if part == "rollout" else "waiting for rollouts, which overlap training"
         note = (
             f"{subject}: {np.median(measured_s):.3g} s in the log, {share:.0%} of the RL step, {level:.2f} "
             f"times those of {machine.name if machine else scenarios.costs_name}: simulated ones are scaled to them"
         )
         return replace(
-            run, scenarios=scenarios.under(costs=costs), stages=mean_stages(table, trace.manifest.name or "a log"),
+            run, scenarios=scenarios.under(costs=scaled(costs), shapes={s: scaled(of) for s, of in shapes.items()}),
+            stages=mean_stages(table, trace.manifest.name or "a log"),
             share=share, notes=(note,),
         )  # fmt: skip
 

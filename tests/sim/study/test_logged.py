@@ -60,6 +60,9 @@ def test_doctor_and_what_if_state_share_of_log(log):
     assert found.best.rl_step is not None
     assert found.best.rl_step.estimate == pytest.approx(1 / (0.9 + 0.1 / gained), rel=1e-3)
     assert found.plain.makespan_s == pytest.approx(ROLLOUT_S * MEAN_SCALE)
+    shapes = found.scenario.shapes.values()
+    assert {costs.level for costs in shapes} == {found.scenario.costs.level}, "shapes to gather onto are as slow"
+    assert 1.0 <= found.best.gather_gain < 3.0
 
 
 def test_lengths_alone_have_the_share_of_assumed_stages():
