@@ -136,6 +136,19 @@ def test_step_is_predicted_at_its_machine_s_speed(run, tmp_path):
     assert found.rows["error"].abs().max() > 10 * float(found.worst_step.split("%")[0]) / 100
 
 
+def test_speed_is_known_where_another_worker_ends_last(run, tmp_path):
+    trace = read(run / "trace")
+    iterations, steps = trace.iterations, trace.steps
+    sums = iterations[iterations["rl_step"] == 2].groupby("worker")["duration"].sum()
+    fast = (iterations["rl_step"] == 2) & (iterations["worker"] == sums.idxmax())
+    for name in ("duration", "t_start"):
+        iterations.loc[fast, name] *= 0.4
+    steps.loc[steps["rl_step"] == 2, "rollout_s"] -= sums.max() - max(sums.min(), 0.4 * sums.max())
+    policies = {step: CHAIN if step % 2 else "none" for step in trace.rl_steps}
+    found = verify(record(tmp_path, trace, policies, iterations=iterations, steps=steps), rl_steps=[2])
+    assert found.median_error_at_step_time < 0.05 < 0.2 < found.median_error
+
+
 def test_rollout_run_twice_shows_noise_from_bias(run, tmp_path):
     twice = [(0, 0.9, True), (2, 0.93, True), (4, 0.81, True), (5, 9.0, False)]
     rows = [{"rl_step": s, "rollout_s": 1.0, "repeat_s": repeat_s, "same_tokens": same} for s, repeat_s, same in twice]
