@@ -86,9 +86,9 @@ class Verification(Errors):
     """One row per predicted RL step.
 
     Columns of `rows`: `rl_step`, `policy`, `measured_s`, `predicted_s`, `error` (predicted / measured - 1),
-    `step_time_ratio` (the recorded iterations of the worker with the most seconds of them, measured over predicted: how
-    much slower the machine was than in the steps of the fit; measured it may be another worker than predicted), `forecast_s` with its 10 % and 90 % quantiles `forecast_low_s` and
-    `forecast_high_s` (nan without two earlier steps), and `fitted_on`.
+    `step_time_ratio` (the recorded iterations of the worker with the most seconds of them, measured over predicted,
+    which may be two workers: how much slower the machine was than in the steps of the fit), `forecast_s` with its
+    10 % and 90 % quantiles `forecast_low_s` and `forecast_high_s` (nan without two earlier steps), and `fitted_on`.
     """
 
     columns = (
