@@ -1,7 +1,6 @@
 """Small charts in one look: bars with intervals, lines, shares over time, predicted against measured."""
 
 import base64
-import html
 import io
 import re
 import textwrap
@@ -108,11 +107,10 @@ def lines(
     for i, (name, (x, y)) in enumerate(series.items()):
         across, up, color = _floats(x), _floats(y), COLORS[i % len(COLORS)]
         axes.plot(across, up, color=color, linestyle=DASHES[i % len(DASHES)], marker=MARKERS[i % len(MARKERS)],
-                  linewidth=1.4, markersize=4, markevery=max(1, len(across) // _MOST_MARKERS), label=name,
-                  gid=f"series-{i}")  # fmt: skip
+                  linewidth=1.4, markersize=4, markevery=max(1, len(across) // _MOST_MARKERS), label=name)  # fmt: skip
         if bands is not None and name in bands:
             low, high = (_floats(end) for end in bands[name])
-            axes.fill_between(across, low, high, color=color, alpha=0.18, linewidth=0, gid=f"series-{i}")
+            axes.fill_between(across, low, high, color=color, alpha=0.18, linewidth=0)
     if doubling:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -134,16 +132,13 @@ def shares(x: Any, parts: Fields, *, xlabel: str, title: str) -> Figure:
     across = _floats(x)
     width = float(np.min(np.diff(across))) if len(across) > 1 else 1.0
     floor = np.zeros(len(across))
-    num_drawn = 0
     for i, (name, part) in enumerate(parts.items()):
         height = np.nan_to_num(_floats(part))
         if not height.any():
             continue  # keeps its colour for another chart of the same parts
         axes.bar(across, 100 * height, width=0.9 * width, bottom=100 * floor, color=COLORS[i % len(COLORS)],
-                 hatch=_HATCHES[i % len(_HATCHES)], edgecolor="white", linewidth=0, label=name,
-                 gid=f"series-{num_drawn}")  # fmt: skip
+                 hatch=_HATCHES[i % len(_HATCHES)], edgecolor="white", linewidth=0, label=name)  # fmt: skip
         floor += height
-        num_drawn += 1
     _round_ticks(axes, across)
     axes.set_ylim(0, 100)
     if len(across):
@@ -163,8 +158,7 @@ def scatter_identity(
         of_group = group == name
         marker = MARKERS[(i + i // len(COLORS)) % len(MARKERS)]  # the eleventh has another than the first
         axes.plot(x[of_group], y[of_group], linestyle="none", marker=marker, markersize=5,
-                  color=COLORS[i % len(COLORS)], markeredgecolor="white", markeredgewidth=0.5, label=name,
-                  gid=f"series-{i}")  # fmt: skip
+                  color=COLORS[i % len(COLORS)], markeredgecolor="white", markeredgewidth=0.5, label=name)  # fmt: skip
     coordinates = np.concatenate([x[np.isfinite(x)], y[np.isfinite(y)], [0.0]])
     end = 1.08 * float(coordinates.max()) or 1.0
     axes.plot([0, end], [0, end], color="#6f6f6f", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0)
@@ -249,26 +243,6 @@ def save_figure(figure: Figure, path: Path) -> None:
 def data_uri(figure: Figure) -> str:
     """The figure as the source of an <img>: a PNG."""
     return f"data:image/png;base64,{base64.b64encode(_bytes(figure, 'png', transparent=True)).decode()}"
-
-
-def series_names(figure: Figure) -> tuple[str, ...]:
-    """Names of the series of `lines`, `shares` or `scatter_identity`, in order; empty for another figure."""
-    has_series = any(str(part.get_gid()).startswith("series-") for axes in figure.axes for part in axes.get_children())
-    return tuple(map(str, figure.axes[0].get_legend_handles_labels()[1])) if has_series else ()
-
-
-def inline_svg(figure: Figure, names: Sequence[str]) -> str:
-    """The figure as an <svg> for a page of HTML; each part of a series has data-series, its number, and its name."""
-    text = _bytes(figure, "svg", transparent=True).decode()
-    text = re.sub(r"<(metadata|style)\b.*?</\1>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = text.replace("<svg ", '<svg class="chart" ', 1)
-    text = re.sub(
-        r'<g id="series-(\d+)"([^>]*)>',
-        lambda part: f'<g data-series="{part[1]}"{part[2]}><title>{html.escape(names[int(part[1])])}</title>',
-        text,
-    )
-    text = re.sub(r'<g id="legend_\d+"', '<g class="legend"', text)
-    return re.sub(r' id="(figure|axes|patch|text|line2d|matplotlib\.axis|xtick|ytick|\w*Collection)_\d+"', "", text)
 
 
 def _bytes(figure: Figure, kind: str, *, transparent: bool = False, dpi: int = 160) -> bytes:

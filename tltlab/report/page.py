@@ -14,7 +14,7 @@ import jinja2
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from tltlab.charts import data_uri, inline_svg, series_names
+from tltlab.charts import data_uri
 from tltlab.records import Fields, frozen
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -23,8 +23,6 @@ SCRIPT = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
 _SHA = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_SHA}'"
 """Content security policy of the page: a browser refuses whatever is not in the file itself, and any other script."""
-_MOST_INLINE = 200_000
-"""Characters of SVG that stand in the page itself."""
 _COLUMN = re.compile(r"([^;]+?): \{([^:}]+):?([^}]*)\}(?:; )?")
 """Heading, key and number format of a table's column."""
 _CHART_IN = 8.0
@@ -33,14 +31,9 @@ _CHART_IN = 8.0
 
 @frozen
 class Picture:
-    """A chart in the page. `alt` describes it for readers who cannot see it, `caption` explains how to read it.
+    """A chart in the page, the image at `source`: `alt` describes it, `caption` explains how to read it."""
 
-    The chart is an image at `source`, or `svg`, whose series (`names`) can be hidden one by one.
-    """
-
-    source: str = ""
-    svg: str = ""
-    names: tuple[str, ...] = ()
+    source: str
     alt: str
     caption: str
     shape: Literal["wide", "chart", "square"] = "wide"
@@ -48,12 +41,8 @@ class Picture:
     @classmethod
     def of(cls, figure: Figure, *, alt: str, caption: str, shape: Literal["square"] | None = None) -> Picture:
         """The picture of a figure, inside the page."""
-        names, is_wide = series_names(figure), figure.get_figwidth() > _CHART_IN
-        # Timelines, which alone are wide, have so many shapes that drawing them as SVG takes seconds.
-        svg = "" if is_wide else inline_svg(figure, names)
-        drawn = {"svg": svg} if 0 < len(svg) <= _MOST_INLINE else {"source": data_uri(figure)}
-        looks = shape or ("wide" if is_wide else "chart")
-        return cls(**drawn, names=names, alt=alt, caption=caption, shape=looks)
+        looks = shape or ("wide" if figure.get_figwidth() > _CHART_IN else "chart")
+        return cls(source=data_uri(figure), alt=alt, caption=caption, shape=looks)
 
 
 @frozen

@@ -54,17 +54,3 @@ for (const box of document.querySelectorAll(".picture")) {
   row.append(button);
   box.before(row);
 }
-// Series of a chart can be hidden; in print they are all there.
-for (const chart of document.querySelectorAll(".picture[data-names]")) {
-  const box = chart.previousElementSibling;
-  JSON.parse(chart.dataset.names).forEach((name, number) => {
-    const label = document.createElement("label"), tick = document.createElement("input");
-    tick.type = "checkbox";
-    tick.checked = true;
-    tick.addEventListener("change", () => {
-      for (const part of chart.querySelectorAll(`[data-series="${number}"]`)) part.classList.toggle("off", !tick.checked);
-    });
-    label.append(tick, " " + name);
-    box.append(label);
-  });
-}
