@@ -405,9 +405,6 @@ class SpotTrainer:
             period.detail = str(error)
             # Until the coordinator, which may take a lost member for alive for a while, has another order.
             self._train(order, None, period)
-        if self._enough():
-            period.ended = "declined"
-            return None
         # The next order of the same term, after the group has parted; without one the device is freed.
         deadline = time.perf_counter() + self.config.coordinator.yield_timeout_s
         while self._order is order and not self._closed.wait(MEET_S):
@@ -422,7 +419,7 @@ class SpotTrainer:
         """Update until this member, or another one, has to leave."""
 
         def must_yield() -> bool:
-            return self._order is not order or self._enough() or self._closed.is_set()
+            return self._order is not order or self._closed.is_set()
 
         while True:
             leaves = must_yield()
@@ -468,10 +465,6 @@ class SpotTrainer:
         rank = ranks.index(self.place.worker)
         with DrafterGroup.join(store, rank, len(ranks), timeout_s, host=self.place.host) as group:
             yield group
-
-    def _enough(self) -> bool:
-        most = self.config.max_updates
-        return most is not None and self.training.updates - self._updates_before >= most
 
     def _save(self, period: TrainingPeriod) -> None:
         """Save in the background; an error of the previous save is recorded, and training continues."""

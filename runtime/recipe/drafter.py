@@ -137,8 +137,8 @@ class DrafterConfig(FiniteModel):
 
     `checkpoint` is a head's folder, or its name on the Hugging Face Hub, in a layout that `drafter.heads.layouts`
     reads. Without one the head starts from random weights and `fallback` serves until it was trained; an MTP layer
-    starts from the model's own weights. An update trains `tokens_per_update` tokens per member, and a rollout has up to
-    `max_updates` (None: no limit). A trainer saves its state every `checkpoint_every` updates, and when it stops.
+    starts from the model's own weights. An update trains `tokens_per_update` tokens per member. A trainer saves its
+    state every `checkpoint_every` updates, and when it stops.
     `annotate` responses per worker and RL step are annotated for the trace with the drafter in service and with those
     of the last `ages` trainings.
 
@@ -161,7 +161,6 @@ class DrafterConfig(FiniteModel):
     coordinator: CoordinatorConfig = CoordinatorConfig(gone_after_s=30.0)
     capture_bytes: PositiveInt | None = None
     tokens_per_update: Count = 4096
-    max_updates: Count | None = None
     checkpoint_every: Count = 100
     annotate: NonNegativeInt = 4
     ages: NonNegativeInt = 3

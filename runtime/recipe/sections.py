@@ -134,14 +134,6 @@ class ReuseConfig(FiniteModel):
 
     leniency: PositiveFloat = 1.0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_residual(cls, fields: Any) -> Any:
-        """Leave out the one residual there is, which earlier runs have in their recipes."""
-        if isinstance(fields, dict) and fields.get("residual") == "none":
-            return {name: value for name, value in fields.items() if name != "residual"}
-        return fields
-
 
 class EnvironmentConfig(FiniteModel):
     """Tools that responses call: `path` is `package.module:Class` or a built-in, `calculator`.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tltlab.acceptance.base import Acceptance
+from tltlab.acceptance.load import acceptance_text
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.costs.base import CostModel
 from tltlab.costs.scaled import ScaledCosts
@@ -13,7 +14,7 @@ from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.composition import System
 from tltlab.planning.planners import load_planner
-from tltlab.planning.system_binding import BoundSystem, bind, bind_assuming
+from tltlab.planning.system_binding import BoundSystem, bind_assuming
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.records import Json
 from tltlab.sim.engine.requests import Requests
@@ -111,25 +112,13 @@ def cell_named(
 
     Raises ConfigError for an unknown name, and with the reason for a system that cannot be simulated here.
     """
-    (system,) = find_systems([name])
     rl_steps = scenarios.config.steps_of(scenarios.trace) or scenarios.trace.rl_steps
     scenario = scenarios.of(rl_steps)
-    if why := why_not(system, scenario):
-        raise ConfigError(f"system {name}: {why}")
-    scenario.check_acceptance(())
-    known = replayable(scenario.acceptance, scenario.steps)
-    try:
-        bound = bind(system, scenario.costs, known, drafters=scenario.registry)
-    except ConfigError as error:
-        missing = sorted(set(getattr(scenario.acceptance, "drafters", ())) - set(getattr(known, "drafters", ())))
-        advice = (
-            f"; acceptance.parquet has {', '.join(missing)} for some responses only: give --acceptance the file that "
-            "calibrate fits to it"
-        )
-        raise ConfigError(f"system {name}: {error}{advice if missing else ''}") from error
+    (bound,) = bind_all(list(find_systems([name])), scenario)
     if scenario.spot is not None:
         bound = replace(bound, spot=scenario.spot)
-    cell = system_cell(bound, scenarios, rl_steps, stages, gpus_per_worker, acceptance_name=scenario.acceptance_name)
+    granted = scenario.acceptance_name or acceptance_text(bound.acceptance)
+    cell = system_cell(bound, scenarios, rl_steps, stages, gpus_per_worker, acceptance_name=granted)
     return replace(cell, nominal=scenario)
 
 

@@ -196,15 +196,6 @@ def test_an_idle_worker_trains_until_the_rollout_ends(bench):
     assert trainer.training.updates == done
 
 
-def test_enough_updates_end_training(bench):
-    trainer = bench.taught(CONFIG.model_copy(update={"max_updates": 6}))
-    bench.trains(1, 6)
-    (row,) = until(lambda: trainer._rows)
-    assert row["ended"] == "declined"
-    assert row["updates"] == trainer.training.updates == 6
-    bench.ends()
-
-
 def test_orders_that_overtake_or_repeat_one_another_train_once(bench):
     trainer = bench.taught()
     train = Train(worker=1, number=1, term=1, rl_step=0, members=(1, 2))

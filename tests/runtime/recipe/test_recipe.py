@@ -220,10 +220,7 @@ def test_a_resumed_run_imports_what_is_allowed(tmp_path, monkeypatch, rollout, r
 
 
 def test_an_override_is_no_permission(tmp_path):
-    # As a run has it from when reuse had another residual.
-    reuse = {"leniency": 2.0, "residual": "none"}
-    write_json(tmp_path / "run.json", {"recipe": RESUMED | {"rollout": {"reuse": reuse}}})
-    assert resumed_recipe(tmp_path).rollout.reuse.leniency == 2
+    write_json(tmp_path / "run.json", {"recipe": RESUMED})
     with refused(ConfigError, naming=("--allow-code",)):
         resumed_recipe(tmp_path, ["reward=mine:reward"])
     assert resumed_recipe(tmp_path, ["reward=mine:reward"], ["mine"]).code == (str(tmp_path / "code"), os.getcwd())

@@ -297,7 +297,6 @@ def test_the_command_prints_and_writes_one_object(tmp_path, capsys):
         ["simulate", "--system", "nobody"],
         ["simulate", "--system", "tlt", "--policy", "table"],
         ["simulate", "--system", "tlt", "--stages", "cpu-small", "--topology", "separate"],
-        ["simulate", "--system", "das", "--acceptance", "tlt-qwen2.5-32b"],
     ],
 )
 def test_what_does_not_fit_together_is_refused(argv, capsys):
