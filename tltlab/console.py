@@ -97,9 +97,8 @@ def table(
     """Lines of a table: the first `left` columns begin at the left, the others (numbers) end at the right.
 
     With `words` the last column begins at the left too. A cell is written as `str` does; an empty `header` leaves the
-    heading out, a row may be shorter than it. No line ends in a space. On a terminal that is too narrow, a last column
-    of words wraps, other columns of text are shortened with an ellipsis, then the rightmost columns of numbers are left
-    out and named below the table. Elsewhere no line is cut.
+    heading out, a row may be shorter than it. No line ends in a space. Cells wrap on a terminal that is too narrow,
+    the widest columns first; elsewhere no line is broken.
 
     >>> print(table(["batch", "ms"], [(1, "20.10"), (128, "7.00")]))
     batch     ms
@@ -114,25 +113,15 @@ def table(
 
     cells = [[str(cell) for cell in row] for row in rows]
     num = len(header) or max(map(len, cells), default=0)
-    widths = [max((len(row[at]) for row in (header, *cells) if at < len(row)), default=0) for at in range(num)]
-    words, screen = words or left >= num, screen_columns()
-    omitted = [] if screen is None else _fit(widths, screen - indent, left, words)
-    drawing = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(header))
-    shown = [at for at in range(num) if at not in omitted]
-    for at in shown:
-        wraps = words and at == num - 1
-        drawing.add_column(
-            Text(header[at]) if header else "", justify="left" if at < left or wraps else "right", width=widths[at],
-            no_wrap=not wraps, overflow="fold" if wraps else "ellipsis",
-        )  # fmt: skip
+    screen, drawing = screen_columns(), Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(header))
+    for at in range(num):
+        is_text = at < left or (words and at == num - 1)
+        drawing.add_column(Text(header[at]) if header else "", justify="left" if is_text else "right", overflow="fold")
     for row in cells:
-        drawing.add_row(*(Text(row[at]) for at in shown if at < len(row)))
+        drawing.add_row(*map(Text, row))
     page = StringIO()
-    Console(file=page, width=10_000, color_system=None).print(drawing)
-    lines = [" " * indent + line.rstrip() for line in page.getvalue().splitlines()]
-    if omitted and header:
-        lines.append(f"(too narrow for {', '.join(header[at] for at in omitted)})")
-    return "\n".join(lines)
+    Console(file=page, width=10_000 if screen is None else screen - indent, color_system=None).print(drawing)
+    return "\n".join(" " * indent + line.rstrip() for line in page.getvalue().splitlines())
 
 
 def table_text(
@@ -156,29 +145,6 @@ def table_text(
 def _cell(template: str, row: Mapping[Any, Any], unknown: str) -> str:
     text = template.format_map(row)
     return unknown if ":" in template and "nan" in text else text
-
-
-_SHORTEST = 24
-"""Columns of the terminal that a shortened cell keeps."""
-
-
-def _fit(widths: list[int], screen: int, left: int, words: bool) -> list[int]:
-    """Narrow the widths of a table's columns to those of a screen; returns the columns to leave out."""
-
-    def excess(omitted: Sequence[int] = ()) -> int:
-        kept = [width for column, width in enumerate(widths) if column not in omitted]
-        return sum(kept) + 2 * (len(kept) - 1) - screen
-
-    if words and excess() > 0:
-        widths[-1] = max(min(widths[-1], 2 * _SHORTEST), widths[-1] - excess())
-    for column in sorted(range(min(left, len(widths))), key=lambda column: -widths[column]):
-        if excess() > 0:
-            widths[column] = max(min(widths[column], _SHORTEST), widths[column] - excess())
-    omitted: list[int] = []
-    for column in range(len(widths) - 1 - words, left, -1):
-        if excess(omitted) > 0:
-            omitted.insert(0, column)
-    return omitted
 
 
 def json_rows(frame: DataFrame) -> list[Json]:
