@@ -117,7 +117,7 @@ def cell_named(
     (bound,) = bind_all(list(find_systems([name])), scenario)
     if scenario.spot is not None:
         bound = replace(bound, spot=scenario.spot)
-    granted = scenario.acceptance_name or acceptance_text(bound.acceptance)
+    granted = acceptance_text(bound.acceptance) if bound.defaults else scenario.acceptance_name
     cell = system_cell(bound, scenarios, rl_steps, stages, gpus_per_worker, acceptance_name=granted)
     return replace(cell, nominal=scenario)
 
