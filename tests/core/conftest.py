@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tltlab.cli.app import main
+from tests.typed import typed
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -14,13 +15,7 @@ Command = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def command(capsys):
     """Runs a command line; returns (exit code, standard output, standard error)."""
-
-    def run(*args):
-        with pytest.raises(SystemExit) as ended:
-            main([str(arg) for arg in args])
-        return int(ended.value.code or 0), *capsys.readouterr()
-
-    return run
+    return partial(typed, capsys)
 
 
 @pytest.fixture(scope="session")

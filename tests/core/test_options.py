@@ -14,6 +14,7 @@ from typer.exceptions import TyperException
 from typer.main import get_command
 
 from tests.refused import refused
+from tests.typed import typed
 from tltlab.console import whole_numbers
 from tltlab.costs.linear import LinearCosts
 from tltlab.errors import ConfigError
@@ -154,14 +155,10 @@ def test_the_command_line_wins_over_a_file(tmp_path):
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path, text, facts, capsys):
-    from tltlab.cli.app import main
-
     file = tmp_path / "settings.toml"
     file.write_text(text)
-    with pytest.raises(SystemExit) as ended:
-        main(["simulate", TINY, "--settings", str(file)])
-    out, err = capsys.readouterr()
-    assert (ended.value.code, out, len(err.splitlines())) == (2, "", 1)
+    code, out, err = typed(capsys, "simulate", TINY, "--settings", file)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert all(fact in err for fact in facts), err
 
 
@@ -197,9 +194,13 @@ def test_json_names_objects():
     assert (got["costs"], got["rl_steps"], got["placement"], got["seed"]) == ("linear", [0, 1], "two_pools", 3)
 
 
-@pytest.mark.parametrize(("text", "numbers"), [("1:3", [1, 2]), ("2", [2]), ("all", [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("1:3", [1, 2]), (":2", [0, 1]), ("2:", [2, 3]), ("2", [2]), ("all", [0, 1, 2, 3])],
+)
 def test_python_takes_rl_steps_in_words(text, numbers):
     named, counted = (simulate(TINY, "none", rl_steps=steps).to_frame() for steps in (text, numbers))
     assert named.equals(counted)
-    with refused(ConfigError, naming=("9:", "0..3")):
-        simulate(TINY, "none", rl_steps="9:")
+    for wrong in ("9:", "a:b", "3:1"):
+        with refused(ConfigError, naming=("rl-steps", wrong)):
+            simulate(TINY, "none", rl_steps=wrong)

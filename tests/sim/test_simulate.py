@@ -234,7 +234,7 @@ def test_a_trace_brings_its_costs_and_acceptance(tmp_path, trace):
         ({"trace": lengths(21), "costs": TIGHT}, ("kv_capacity_tokens", 30, 31)),
         ({"max_response_tokens": 0}, ("max_response_tokens",)),
         # It chooses what it does not list.
-        ({"policy": Handing(NO_SPECULATION, rule=lambda state: CHAIN)}, ()),
+        ({"policy": Handing(NO_SPECULATION, rule=lambda state: CHAIN)}, (CHAIN, NO_SPECULATION)),
         ({"trace": log_normal(prompts=1, rl_steps=1)}, ("num_workers",)),
         ({"trace": TRACE.replace(outcomes=TRACE.outcomes.query("rl_step == 0"))}, ("rl_step", 1)),
     ],

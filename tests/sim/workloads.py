@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pytest
 from hypothesis import settings
 from pydantic import PrivateAttr
 
 from bench import simulator
-from tltlab.cli.app import main
+from tests.typed import typed as typed
 from tltlab.costs.linear import LinearCosts
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
@@ -131,11 +130,3 @@ def grouped(lengths, prompt_tokens):
 def console_line(step, metrics):
     """verl's `LocalLogger`: `concat_dict_to_str` of utils/logger/aggregate_logger.py."""
     return " - ".join([f"step:{step}", *(f"{name}:{value:.3f}" for name, value in metrics.items())])
-
-
-def typed(capsys, *args):
-    """Exit code, standard output and standard error of a command line."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main([str(arg) for arg in args])
-    return int(ended.value.code or 0), *capsys.readouterr()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.refused import refused
 from tests.traces_of_lengths import iterations
-from tltlab.calibration.api import calibrate, parse_rl_steps
+from tltlab.calibration.api import calibrate
 from tltlab.calibration.iterations import recorded_rows
 from tltlab.costs.linear import FAR_TOKENS, LinearCosts
 from tltlab.errors import ConfigError
@@ -190,14 +190,3 @@ def test_acceptance_from_totals_keeps_the_mean():
 def test_a_trace_without_iterations_cannot_be_calibrated():
     with refused(ConfigError, naming=("iterations",)):
         calibrate(log_normal(prompts=2))
-
-
-@pytest.mark.parametrize(("text", "steps"), [("1:3", [1, 2]), (":2", [0, 1]), ("2:", [2, 3]), ("1", [1]), (None, None)])
-def test_rl_steps_are_a_range(text, steps):
-    assert parse_rl_steps(text, [0, 1, 2, 3]) == steps
-
-
-@pytest.mark.parametrize("text", ["7:9", "a:b", "3:1"])
-def test_rl_steps_that_are_not_there(text):
-    with refused(ConfigError, naming=("rl-steps",)):
-        parse_rl_steps(text, [0, 1, 2, 3])

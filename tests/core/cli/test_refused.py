@@ -27,8 +27,6 @@ COSTS = "costs h100-qwen2.5-7b"
         ("doctor TRACES --json", [str(TRACES)]),
         ("doctor taken.py --json", ["taken.py"]),
         ("new experiment", ["'experiment'", "recipe", "policy"]),
-        ("new recipie", ["'recipie'", "'recipe'", "policy"]),
-        ("new policy My-Policy", ["My-Policy"]),
         ("new policy taken", ["taken.py"]),
         ("settings rolout", ["'rolout'", "'rollout'"]),
         ("simulate two.csv --workers 1", ["step and iteration"]),

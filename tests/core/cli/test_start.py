@@ -245,12 +245,11 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, capsys):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_full_disk_is_one_sentence(monkeypatch, capsys):
+def test_a_full_disk_is_one_sentence(monkeypatch, command):
     def refuse(args):
         raise OSError(28, "No space left on device", "/tmp/ray/session")
 
     monkeypatch.setattr(app, "_run", refuse)
-    with pytest.raises(SystemExit) as ended:
-        app.main(["train", "recipe.toml"])
-    (said,) = capsys.readouterr().err.splitlines()
-    assert (ended.value.code, "disk is full: /tmp/ray/session" in said) == (1, True)
+    code, _, err = command("train", "recipe.toml")
+    (said,) = err.splitlines()
+    assert (code, "disk is full: /tmp/ray/session" in said) == (1, True)

@@ -146,14 +146,6 @@ def test_delayed_outcomes_arrive_at_the_end():
     assert selector.log[5:] == []
 
 
-def test_a_choice_outside_the_strategies_is_refused():
-    class Liar(Logged):
-        strategies = (NO_SPECULATION, D2)
-
-    with refused(ConfigError, naming=(D4, D2)):
-        PolicyDriver(Liar()).ask(at(4))
-
-
 class NeedsWholeTokens(Selector):
     strategies = (NO_SPECULATION, D4)
     needs = frozenset({WHOLE_TOKENS})

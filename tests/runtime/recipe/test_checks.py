@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.refused import refused
-from tltlab.cli import app as cli
+from tests.typed import typed
 from tltlab.errors import ConfigError
 from tltlab.own import code_allowed
 from tltlab.runtime.recipe import checks
@@ -62,10 +62,7 @@ def begun(place, **more):
 
 def train(capsys, *args):
     """Exit code, standard output, standard error."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["train", *args])
-    out, err = capsys.readouterr()
-    return ended.value.code, out, err
+    return typed(capsys, "train", *args)
 
 
 ROW = '{"prompt": "1 + 1", "answer": "2"}\n'

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.refused import refused
-from tltlab.cli import app as cli
+from tests.typed import typed
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.planning.systems import SYSTEMS
@@ -135,10 +135,8 @@ def test_resumed_run_keeps_policy_that_its_system_had(recipe_file, tmp_path, mon
 
 
 def dry_run(capsys, *overrides):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["train", "r.toml", *overrides, "--dry-run"])
-    out, err = capsys.readouterr()
-    return ended.value.code, out if not ended.value.code else err
+    code, out, err = typed(capsys, "train", "r.toml", *overrides, "--dry-run")
+    return code, err if code else out
 
 
 @pytest.mark.parametrize(

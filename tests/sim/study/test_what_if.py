@@ -359,7 +359,6 @@ def test_the_timelines_are_of_the_median_step():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--gpus", "1xRTX4090", "--model", "Llama-3.3-70B"], "131 GiB"),
         (["--tp", "3"], "3 GPUs"),
         (["--accept", "70"], "70"),
         (["--accept", "0.7", "--acceptance", "all=0.7"], "0.7"),
@@ -368,7 +367,6 @@ def test_the_timelines_are_of_the_median_step():
         (["--acceptance", "geometric:0.7"], "all=geometric:0.7"),
         (["--out", "x.doc"], ".html, .htm, .png, .svg, .pdf, .json"),
         (["--policy-out", "."], "."),
-        (["--column", "words"], "'words'"),
         (["--cap", "7"], "maximum of 7"),
         (["--lists", "words"], "lengths, ids"),
         (["--group-size", "0"], "--group-size"),
