@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from bench.drafters import made_up
 from bench.gpu import shape
 from bench.harness import Goals, Progress, Table, Text, in_turn, quiet, ratio
 from tltlab.policies.policy import load_policy
@@ -99,8 +98,11 @@ def bench_overlap(
     from tltlab.runtime.engine.vllm.stock import PlainStock
 
     most = max(batches)
-    groups = made_up(most, 2, PROMPT_TOKENS)
-    prompts = [[token % VOCABULARY for token in group.earlier[0][:PROMPT_TOKENS]] for group in groups]
+    rng, phrase = np.random.default_rng(0), 16
+    # Each has phrases of its own, some more than once.
+    phrases = rng.integers(0, VOCABULARY, (most, 3, phrase))
+    picked = rng.integers(0, 3, (most, PROMPT_TOKENS // phrase))
+    prompts = np.take_along_axis(phrases, picked[..., None], 1).reshape(most, -1).tolist()
     said: dict[tuple[int, int], set[str]] = {}
     with ExitStack() as stack:
         model = str(shape("tiny-shape", Path(stack.enter_context(tempfile.TemporaryDirectory()))))

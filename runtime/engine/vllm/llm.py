@@ -328,7 +328,7 @@ class WeightUpdates:
     `unusable` then has the reason, empty otherwise, and `refused` is vLLM's error. `version` was loaded last.
     """
 
-    def __init__(self, llm):
+    def __init__(self, llm) -> None:
         self.unusable = ""
         self.refused: RunError | None = None
         self.version = ""
