@@ -26,6 +26,13 @@ _PRIOR_TOKENS = 256.0
 _MEMORY_RESPONSES = 256
 _MOST_OF_REACH = 0.99
 _TOLERANCE = 1e-3
+_PRIOR_ACCEPTED = 1.0
+"""Tokens kept of a draft where nothing is known."""
+_PREFERENCE = 2.0
+"""How much more a high-priority request's token is asked to bring than a low-priority one's."""
+_QUANTILES, _WINDOW = (1 / 3, 2 / 3), 4096
+_REACH, _EFFICIENCY = 0.9, 0.7
+_REPLAN_EVERY = 64
 
 
 class DraftBudget(ABC):
@@ -75,7 +82,7 @@ class AcceptanceBudget(DraftBudget):
     recent drafts kept a tokens on average keeps a token with chance alpha = a / (a + 1), the geometric distribution of
     that mean; the i-th drafted token is kept with alpha^i. The total goes to the largest of these, after `min_tokens`
     for everyone (who is never drafted for is never measured again); equal ones go to shallower tokens first, then in
-    order. A request without recent drafts counts as the mean of the others, or as `prior` where there are none. With a
+    order. A request without recent drafts counts as the mean of the others, or as 1 where there are none. With a
     whole chain (tokens_to_verify = draft_depth + 1) everyone can have the full depth and nothing is left to share out:
     trim it.
 
@@ -85,15 +92,13 @@ class AcceptanceBudget(DraftBudget):
     [7, 1]
     """
 
-    def __init__(self, min_tokens: int = 1, max_draft_tokens: int | None = None, prior: float = 1.0):
-        if min_tokens < 0 or (max_draft_tokens is not None and max_draft_tokens < 0) or not 0.0 <= prior < np.inf:
+    def __init__(self, min_tokens: int = 1, max_draft_tokens: int | None = None):
+        if min(min_tokens, max_draft_tokens or 0) < 0:
             raise ConfigError(
-                f"acceptance: min_tokens, max_draft_tokens and prior must be at least 0, "
-                f"got {min_tokens}, {max_draft_tokens} and {prior}"
+                f"acceptance: min_tokens and max_draft_tokens must be at least 0, got {min_tokens}, {max_draft_tokens}"
             )
         self.min_tokens = min_tokens
         self.max_draft_tokens = max_draft_tokens
-        self.prior = prior
 
     def allot(self, state: StepState, strategy: Strategy) -> list[int]:
         if not strategy.speculates:
@@ -102,16 +107,16 @@ class AcceptanceBudget(DraftBudget):
         total = sum(even(state, strategy))
         if self.max_draft_tokens is not None:
             total = min(total, self.max_draft_tokens)
-        return share_out(accept_probabilities(state, self.prior), strategy.draft_depth, total, self.min_tokens)
+        return share_out(accept_probabilities(state), strategy.draft_depth, total, self.min_tokens)
 
 
-def accept_probabilities(state: StepState, prior: float) -> Floats:
+def accept_probabilities(state: StepState) -> Floats:
     """Return each request's chance a / (a + 1) to keep a token, as `AcceptanceBudget` explains it."""
     recent = [request.recent_acceptance for request in state.requests]
     if len(recent) != state.batch:
         recent = [None] * state.batch
     measured = [a for a in recent if a is not None]
-    usual = float(np.mean(measured)) if measured else prior
+    usual = float(np.mean(measured)) if measured else _PRIOR_ACCEPTED
     accepted = np.array([usual if a is None else max(a, 0.0) for a in recent], np.float64)
     return accepted / (accepted + 1.0)
 
@@ -157,12 +162,12 @@ def refuse_trees(strategy: Strategy) -> None:
 
 
 def marginal_depths(
-    num_high: int, num_low: int, profile: Sequence[float], total: int, *, weight: float = 2.0, most: int = 8
+    num_high: int, num_low: int, profile: Sequence[float], total: int, *, most: int = 8
 ) -> tuple[int, int]:
     """Depths of the high- and the low-priority requests: Algorithm 1 of arXiv 2511.14617, `total` tokens in all.
 
     If the total is less than one token per high-priority request, no request drafts. Then these get one each and the
-    rest is handed out level by level: to the high ones if benefit_h > `weight` * benefit_l, the total covers them and
+    rest is handed out level by level: to the high ones if benefit_h > 2 * benefit_l, the total covers them and
     they have fewer than `most`, else to the low ones if it covers them, else it stops.
 
     `profile[i]` is the chance that token i is kept, all before it too; profile[0] = 1. benefit_x is B_x * (profile[g] -
@@ -182,7 +187,7 @@ def marginal_depths(
     high, low, remaining = 1, 0, total - num_high
     while True:
         room_high, room_low = high < most and remaining >= num_high, low < most and 0 < num_low <= remaining
-        if room_high and (not num_low or benefit(num_high, high) > weight * benefit(num_low, low)):
+        if room_high and (not num_low or benefit(num_high, high) > _PREFERENCE * benefit(num_low, low)):
             high, remaining = high + 1, remaining - num_high
         elif room_low:
             low, remaining = low + 1, remaining - num_low
@@ -197,12 +202,12 @@ class MbaBudget(DraftBudget):
 
     gamma* = argmin T_SD(B, gamma), 0 where no depth beats plain decoding. The seconds per token of a request are
 
-        T_SD(B, gamma) = (1 - alpha) * (D + T(B, gamma)) / (1 - alpha^(gamma + 1)),
+        T_SD(B, gamma) = (1 - alpha) * T(B, gamma) / (1 - alpha^(gamma + 1)),
 
-    with D = draft_s * gamma and T(B, gamma) = base_s + token_s * B * (gamma + 1).
+    with T(B, gamma) = base_s + token_s * B * (gamma + 1): drafts that are looked up take no time.
 
     Probes have high priority: sample 0 of each group, whose length predicts those of the other samples. alpha is a / (a
-    + 1) of the mean recent acceptance a, and the profile alpha^i. A request without a draft so far counts as `prior`:
+    + 1) of the mean recent acceptance a, and the profile alpha^i. A request without a draft so far counts as a = 1:
     else one early draft that is not kept ends all drafting, since nothing is measured any more.
 
     >>> from tltlab.state import RequestState
@@ -213,46 +218,37 @@ class MbaBudget(DraftBudget):
     [1, 1, 1]
     """
 
-    def __init__(
-        self, base_s: float = 9.5e-3, token_s: float = 5e-5, draft_s: float = 0.0, weight: float = 2.0,
-        prior: float = 1.0,
-    ):  # fmt: skip
-        if min(base_s, token_s) <= 0 or min(draft_s, weight, prior) < 0:
-            raise ConfigError(
-                "MBA: base_s and token_s must be above 0, draft_s, weight and prior at least 0, got "
-                f"{base_s}, {token_s}, {draft_s}, {weight} and {prior}"
-            )
-        self.base_s, self.token_s, self.draft_s = base_s, token_s, draft_s
-        self.weight = weight
-        self.prior = prior
+    def __init__(self, base_s: float = 9.5e-3, token_s: float = 5e-5):
+        if min(base_s, token_s) <= 0:
+            raise ConfigError(f"MBA: base_s and token_s must be above 0, got {base_s} and {token_s}")
+        self.base_s, self.token_s = base_s, token_s
 
     def allot(self, state: StepState, strategy: Strategy) -> list[int]:
         if not strategy.speculates:
             return [0] * state.batch
         refuse_trees(strategy)
         requests = list(state.requests)
-        recent = [self.prior if r.recent_acceptance is None else r.recent_acceptance for r in requests]
-        accepted = float(np.mean(recent)) if recent else self.prior
+        recent = [_PRIOR_ACCEPTED if r.recent_acceptance is None else r.recent_acceptance for r in requests]
+        accepted = float(np.mean(recent)) if recent else _PRIOR_ACCEPTED
         alpha = accepted / (accepted + 1.0)
         most = strategy.reach
 
         def seconds(depth: int) -> float:
-            pass_s = self.draft_s * depth + self.base_s + self.token_s * state.batch * (depth + 1)
+            pass_s = self.base_s + self.token_s * state.batch * (depth + 1)
             return pass_s / sum(alpha**i for i in range(depth + 1))
 
         depth = min(range(most + 1), key=seconds)
         probes = [request.key[2] == 0 for request in requests] or [False] * state.batch
         high, low = marginal_depths(
-            sum(probes), state.batch - sum(probes), [alpha**i for i in range(most + 2)], depth * state.batch,
-            weight=self.weight, most=most,
-        )  # fmt: skip
+            sum(probes), state.batch - sum(probes), [alpha**i for i in range(most + 2)], depth * state.batch, most=most
+        )
         return [high if probe else low for probe in probes]
 
 
 class LengthClasses:
     """Classes of response length, and the expected length of requests that still run.
 
-    Class 0 is the shortest; the borders are the given `quantiles` of the last `window` finished lengths. A prompt's
+    Class 0 is the shortest; the borders are the terciles of the last 4,096 finished lengths. A prompt's
     start class is the majority class of its own finished responses; a prompt without any has none. A running request
     is of the class that most of the responses with its start class ended in, among those longer than it is already;
     without a start class, or where none of that class got so far, all responses count. Ties go to the longer class.
@@ -268,14 +264,7 @@ class LengthClasses:
     [[0, 2], [10.0, 600.0]]
     """
 
-    def __init__(self, quantiles: Sequence[float] = (1 / 3, 2 / 3), window: int = 4096):
-        self.quantiles = tuple(quantiles)
-        rising = all(a < b for a, b in pairwise(self.quantiles))
-        if not self.quantiles or not rising or not all(0.0 < q < 1.0 for q in self.quantiles):
-            raise ConfigError(f"length classes: quantiles must rise strictly between 0 and 1, got {self.quantiles}")
-        if window < _LEAST_RECORDS:
-            raise ConfigError(f"length classes: window must be at least {_LEAST_RECORDS} responses, got {window}")
-        self.window = window
+    def __init__(self) -> None:
         self.records_: list[tuple[str, int]] = []
         self.pending_: list[tuple[str, int]] = []
         self._fitted: _Tables | None = None
@@ -284,7 +273,7 @@ class LengthClasses:
         """Take the length of a finished response."""
         self.pending_.append((prompt_id, response_tokens))
         if len(self.pending_) * _REFITS_PER_WINDOW >= len(self.records_):
-            self.records_ = (self.records_ + self.pending_)[-self.window :]
+            self.records_ = (self.records_ + self.pending_)[-_WINDOW:]
             self.pending_ = []
             self._fitted = None
 
@@ -301,7 +290,7 @@ class LengthClasses:
         return {"records": [list(r) for r in self.records_], "pending": [list(r) for r in self.pending_]}
 
     def load_state_dict(self, state: Json) -> None:
-        self.records_ = [(str(prompt), int(length)) for prompt, length in state["records"]][-self.window :]
+        self.records_ = [(str(prompt), int(length)) for prompt, length in state["records"]]
         self.pending_ = [(str(prompt), int(length)) for prompt, length in state["pending"]]
         self._fitted = None
 
@@ -309,20 +298,20 @@ class LengthClasses:
     def _tables(self) -> _Tables | None:
         # Not before somebody asks: requests end in every other iteration of a large batch.
         if self._fitted is None and len(self.records_) >= _LEAST_RECORDS:
-            self._fitted = _Tables(self.records_, self.quantiles)
+            self._fitted = _Tables(self.records_)
         return self._fitted
 
 
 class _Tables:
     """Counts and sums of lengths in ascending order, for each start class and, in the last row, for all responses."""
 
-    def __init__(self, records: Sequence[tuple[str, int]], quantiles: Sequence[float]):
+    def __init__(self, records: Sequence[tuple[str, int]]):
         number: dict[str, int] = {}
         prompts = np.array([number.setdefault(prompt, len(number)) for prompt, _ in records], np.int64)
         lengths = np.array([length for _, length in records], np.float64)
-        borders = np.quantile(lengths, quantiles, method="higher")
+        borders = np.quantile(lengths, _QUANTILES, method="higher")
         classes = np.searchsorted(borders, lengths, side="right")
-        self.num_classes = num = len(quantiles) + 1
+        self.num_classes = num = len(_QUANTILES) + 1
         votes = np.bincount(prompts * num + classes, minlength=len(number) * num).reshape(-1, num)
         self.start = dict(zip(number, _majority(votes).tolist(), strict=True))
         sibling_votes = votes[prompts]
@@ -441,31 +430,18 @@ class LengthAwareBudget(DraftBudget):
     verifies in all; while no lengths are known, shares are those of the strategy.
 
     `base_s`: seconds of a pass without drafts; `token_s`: seconds per drafted token. Only their ratio matters.
-    `reach` is k, the share of a response that drafts can provide at best. `efficiency` is where alpha starts; finished
-    requests that were drafted for teach it, their last few hundred pooled. The plan is made anew when the batch has
-    changed, and after `replan_every` calls. `quantiles` and `window` are those of `LengthClasses`.
+    k, the share of a response that drafts can provide at best, is 0.9. alpha starts at 0.7; finished requests that were
+    drafted for teach it, their last few hundred pooled. The plan is made anew when the batch has changed, and after 64
+    calls.
     """
 
-    def __init__(
-        self,
-        base_s: float = 9.5e-3,
-        token_s: float = 5e-5,
-        reach: float = 0.9,
-        efficiency: float = 0.7,
-        quantiles: tuple[float, ...] = (1 / 3, 2 / 3),
-        window: int = 4096,
-        replan_every: int = 64,
-    ):
-        optimal_budget([1.0], reach, efficiency, base_s, token_s)
-        if replan_every < 1:
-            raise ConfigError(f"draft budget: replan_every must be at least 1 call, got {replan_every}")
+    def __init__(self, base_s: float = 9.5e-3, token_s: float = 5e-5):
+        optimal_budget([1.0], _REACH, _EFFICIENCY, base_s, token_s)
         self.base_s = base_s
         self.token_s = token_s
-        self.reach = reach
-        self.replan_every = replan_every
-        self.classes_ = LengthClasses(quantiles, window)
+        self.classes_ = LengthClasses()
         # Tokens drafted, accepted and generated: so many of the last that the settings stand for one short response.
-        accepted_share = reach * (1.0 - math.exp(-efficiency))
+        accepted_share = _REACH * (1.0 - math.exp(-_EFFICIENCY))
         self.pooled_ = [_PRIOR_TOKENS, accepted_share * _PRIOR_TOKENS, _PRIOR_TOKENS]
         self.keys_: list[Key] = []
         self.calls_left_ = 0
@@ -475,8 +451,8 @@ class LengthAwareBudget(DraftBudget):
     def efficiency(self) -> float:
         """Alpha as learned so far: A = k l (1 - exp(-alpha p / l)), solved for it."""
         drafted, accepted, generated = self.pooled_
-        share = min(accepted / (self.reach * generated), _MOST_OF_REACH)
-        return min(-math.log1p(-share) * generated / drafted, 1.0 / self.reach)
+        share = min(accepted / (_REACH * generated), _MOST_OF_REACH)
+        return min(-math.log1p(-share) * generated / drafted, 1.0 / _REACH)
 
     def allot(self, state: StepState, strategy: Strategy) -> list[int]:
         if not strategy.speculates:
@@ -487,7 +463,7 @@ class LengthAwareBudget(DraftBudget):
         if len(keys) != state.batch:
             return even(state, strategy)
         if not self.calls_left_ or keys != self.keys_:
-            self.keys_, self.calls_left_, self.plans_ = keys, self.replan_every, {}
+            self.keys_, self.calls_left_, self.plans_ = keys, _REPLAN_EVERY, {}
         self.calls_left_ -= 1
         depth, verified = strategy.draft_depth, strategy.tokens_to_verify
         if (depth, verified) not in self.plans_:
@@ -507,7 +483,7 @@ class LengthAwareBudget(DraftBudget):
             room = np.array([request.max_response_tokens for request in requests]) - generated
             passes, drafts = optimal_budget(
                 np.clip(expectation[1], 1.0, np.maximum(room, 1.0)),
-                self.reach,
+                _REACH,
                 self.efficiency,
                 self.base_s,
                 self.token_s,

@@ -30,6 +30,7 @@ SGLANG_STEPS: tuple[tuple[int, tuple[int, ...], float], ...] = (
     (64, (0,), 0.0),
 )
 """SGLang's defaults: from a batch size on, the depths to choose from and what is added to thresholds going down."""
+_WEIGHT, _EVERY, _WARM_UP = 0.2, 5, 10
 
 
 @dataclass(slots=True)
@@ -46,8 +47,8 @@ class _Slot:
 class AcceptedThresholds(Selector, kind="thresholds"):
     """SGLang's adaptive steps (pull request #21599, by batch size since #24055): deeper while drafts are kept whole.
 
-    In each range of batch sizes a moving average of the accepted tokens, of weight `weight` for the newest iteration,
-    moves the depth every `every` iterations, after `warm_up`: up past depth d where it exceeds d - 0.5, down from d to
+    In each range of batch sizes a moving average of the accepted tokens, of weight 0.2 for the newest iteration,
+    moves the depth every 5 iterations, after 10: up past depth d where it exceeds d - 0.5, down from d to
     the next lower e where it is at most e - 0.5 + down (0.5 + down where e is 0). Depth 0 is left again for a look at
     the next one. Time is never looked at. `rows` are (min_batch, depths, down).
     """
@@ -56,17 +57,11 @@ class AcceptedThresholds(Selector, kind="thresholds"):
         self,
         drafter: str = "ngram",
         rows: Sequence[tuple[int, tuple[int, ...], float]] = SGLANG_STEPS,
-        weight: float = 0.2,
-        every: int = 5,
-        warm_up: int = 10,
     ):
         self.thresholds = checked_thresholds([min_batch for min_batch, _, _ in rows])
         if any(not depths or sorted(set(depths)) != list(depths) or depths[0] < 0 for _, depths, _ in rows):
             raise ConfigError(f"thresholds: each range needs depths that ascend, got {[list(d) for _, d, _ in rows]}")
-        if not 0.0 < weight <= 1.0 or every < 1:
-            raise ConfigError(f"thresholds: weight is above 0 and at most 1, every at least 1: {weight}, {every}")
         self.drafter = drafter
-        self.weight, self.every, self.warm_up = weight, every, warm_up
         self.slots_ = [
             _Slot(tuple(depths), down, len(depths) // 2, float(max(depths[len(depths) // 2] - 1, 0)))
             for _, depths, down in rows
@@ -84,10 +79,10 @@ class AcceptedThresholds(Selector, kind="thresholds"):
         if choice.strategy.draft_depth != slot.depths[slot.at]:
             return  # Chosen before the last move, or for another range of batch sizes.
         if choice.strategy.speculates and outcome.batch:
-            slot.accepted += self.weight * (outcome.accept_length - 1.0 - slot.accepted)
+            slot.accepted += _WEIGHT * (outcome.accept_length - 1.0 - slot.accepted)
         slot.iterations += 1
-        due = slot.iterations - self.warm_up
-        if due > 0 and due % self.every == 0:
+        due = slot.iterations - _WARM_UP
+        if due > 0 and due % _EVERY == 0:
             slot.at = _moved(slot)
             slot.accepted = max(slot.accepted, 0.0)
 
@@ -120,7 +115,7 @@ class VerificationBudget(DraftBudget):
 
     vLLM's chances come from a confidence head or from the draft's logits. Here a request's are alpha^i as in
     `AcceptanceBudget`: they differ between requests, not between the drafts of one. Unverified tokens are not measured
-    either: N is 0 or at least one token each, and where it is 0 one call in `look_every` verifies one each.
+    either: N is 0 or at least one token each, and where it is 0 one call in 16 verifies one each.
 
     >>> from tltlab.costs.load import load_costs
     >>> from tltlab.state import RequestState
@@ -132,15 +127,9 @@ class VerificationBudget(DraftBudget):
     """
 
     drafts_whole = True
-    _TOTALS = 64
+    _TOTALS, _LOOK_EVERY = 64, 16
 
-    def __init__(self, costs: Annotated[CostModel, COSTS], prior: float = 1.0, look_every: int = 16):
-        if not 0.0 <= prior < np.inf or look_every < 1:
-            raise ConfigError(
-                f"verification: prior must be at least 0, look_every at least 1, got {prior} and {look_every}"
-            )
-        self.prior = prior
-        self.look_every = look_every
+    def __init__(self, costs: Annotated[CostModel, COSTS]):
         self.calls_off_ = 0
         self._costs = costs
         self.drafts_with(STANDARD)
@@ -153,10 +142,10 @@ class VerificationBudget(DraftBudget):
         if not strategy.speculates or not state.batch:
             return [0] * state.batch
         refuse_trees(strategy)
-        chances = accept_probabilities(state, self.prior)
+        chances = accept_probabilities(state)
         total = self._best_total(chances, state, strategy)
         self.calls_off_ = 0 if total else self.calls_off_ + 1
-        if self.calls_off_ >= self.look_every:
+        if self.calls_off_ >= self._LOOK_EVERY:
             self.calls_off_, total = 0, state.batch
         return share_out(chances, strategy.draft_depth, total, 1)
 

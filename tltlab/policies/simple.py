@@ -14,6 +14,9 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .selector import Selector, StrategyField, as_tuples
 
+_SLACK = 0.5
+"""Tokens by which an average may fall short of a whole draft that still counts as kept."""
+
 
 class NoSpeculation(Selector, kind="none"):
     """Plain decoding, always."""
@@ -77,7 +80,7 @@ class AcceptLadder(Selector, kind="ladder"):
 
     `strategies` ascend in draft depth; the first is where it starts. a is an exponential average of the accepted tokens
     per draft, each iteration with weight `ema`. After `warmup` iterations, and every `hold` after that, it climbs where
-    a > depth - `slack` and descends where a <= depth of the rung below - `slack` - `hysteresis`. Outcomes of another
+    a > depth - 0.5 and descends where a <= depth of the rung below - 0.5 - `hysteresis`. Outcomes of another
     rung than the current one, chosen before the last step, count for nothing.
 
     >>> ladder = AcceptLadder([Strategy.chain("learned", d) for d in (1, 3)], ema=1.0, warmup=1, hold=1)
@@ -100,7 +103,6 @@ class AcceptLadder(Selector, kind="ladder"):
         ema: float = 0.2,
         warmup: int = 10,
         hold: int = 5,
-        slack: float = 0.5,
         hysteresis: float = 0.25,
     ):
         self.strategies = checked_strategies(strategies)
@@ -113,7 +115,7 @@ class AcceptLadder(Selector, kind="ladder"):
                 f"{warmup}, {hold} and {hysteresis}"
             )
         self.ema, self.warmup, self.hold = ema, warmup, hold
-        self.slack, self.hysteresis = slack, hysteresis
+        self.hysteresis = hysteresis
         self.ladder_step_ = 0
         self.left_ = warmup
         self.average_: float | None = None
@@ -132,9 +134,9 @@ class AcceptLadder(Selector, kind="ladder"):
             return
         self.left_ = self.hold
         depths = [s.draft_depth for s in self.strategies]
-        if self.average_ > depths[self.ladder_step_] - self.slack and self.ladder_step_ + 1 < len(depths):
+        if self.average_ > depths[self.ladder_step_] - _SLACK and self.ladder_step_ + 1 < len(depths):
             self.ladder_step_ += 1
-        elif self.ladder_step_ and self.average_ <= depths[self.ladder_step_ - 1] - self.slack - self.hysteresis:
+        elif self.ladder_step_ and self.average_ <= depths[self.ladder_step_ - 1] - _SLACK - self.hysteresis:
             self.ladder_step_ -= 1
 
 

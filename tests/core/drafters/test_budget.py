@@ -38,7 +38,7 @@ CROWDED = LinearCosts(
     base_s=4e-3, per_request_s=0.0, per_token_s=2e-4, per_context_s=0.0, sd_base_s=0.0, draft_level_s=1e-3,
     draft_level_per_request_s=0.0,
 )  # fmt: skip
-SHIPPED = [UniformBudget, AcceptanceBudget, lambda: AcceptanceBudget(0, 10, 0.0), lambda: VerificationBudget(CROWDED)]
+SHIPPED = [UniformBudget, AcceptanceBudget, lambda: AcceptanceBudget(0, 10), lambda: VerificationBudget(CROWDED)]
 
 
 @pytest.mark.parametrize("factory", SHIPPED)
@@ -61,11 +61,11 @@ def test_no_other_verification_yields_more_per_second(accepted, depth):
 
 
 def test_verification_shrinks_as_batch_grows_and_looks_again():
-    budget = VerificationBudget(CROWDED, look_every=4)
+    budget = VerificationBudget(CROWDED)
     share = [np.mean(budget.allot(state(*[1.0] * batch), BLOCK7)) for batch in (1, 16, 64)]
     assert share == sorted(share, reverse=True)
-    budget, dead = VerificationBudget(CROWDED, look_every=4), state(*[0.0] * 64)
-    assert [sum(budget.allot(dead, BLOCK7)) for _ in range(8)] == [0, 0, 0, 64] * 2
+    budget, dead = VerificationBudget(CROWDED), state(*[0.0] * 64)
+    assert [sum(budget.allot(dead, BLOCK7)) for _ in range(32)] == [*[0] * 15, 64] * 2
 
 
 def test_one_lost_draft_ends_no_marginal_benefits():

@@ -77,10 +77,7 @@ def taught(**settings):
     return budget
 
 
-@pytest.mark.parametrize(
-    "factory",
-    [LengthAwareBudget, lambda: LengthAwareBudget(token_s=5e-4, replan_every=7, quantiles=(0.5,))],
-)
+@pytest.mark.parametrize("factory", [LengthAwareBudget, lambda: LengthAwareBudget(token_s=5e-4)])
 def test_it_keeps_the_contract(factory):
     check_budget(factory)
 
@@ -98,8 +95,9 @@ def test_long_requests_and_those_that_outgrew_their_class_are_drafted():
     assert trimmed[3] >= 7
 
 
-def test_rounding_keeps_mean_and_sum():
-    budget = taught(token_s=5e-4, replan_every=10**9)
+def test_rounding_keeps_mean_and_sum(monkeypatch):
+    monkeypatch.setattr("tltlab.drafters.budget._REPLAN_EVERY", 10**9)
+    budget = taught(token_s=5e-4)
     given_ = []
     for generated in range(0, 3000, 3):
         given_.append(budget.allot(state(*[request("long", generated, n) for n in range(5)]), DEEP))
@@ -117,7 +115,7 @@ def test_rounding_keeps_mean_and_sum():
     ids=["what was kept", "no more than can be"],
 )
 def test_it_learns_how_much_of_its_drafts_is_kept(drafted, accepted, efficiency):
-    budget = LengthAwareBudget(efficiency=0.7)
+    budget = LengthAwareBudget()
     assert budget.efficiency == pytest.approx(0.7)
     for n in range(500):
         budget.finished(request("p", 1000, n), drafted=drafted, accepted=accepted)

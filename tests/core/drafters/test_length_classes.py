@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tltlab.drafters.budget import LengthClasses
 
 
-def learned(*finished, **settings):
-    classes = LengthClasses(**settings)
+def learned(*finished):
+    classes = LengthClasses()
     for prompt, tokens in finished:
         classes.finished(prompt, tokens)
     return classes
@@ -32,8 +32,9 @@ def test_without_history_nothing_is_expected():
     assert learned(*THREE[:8]).expect(["a"], np.array([5.0])) is not None
 
 
-def test_only_the_last_responses_count():
-    classes = learned(*[("a", 10)] * 50, *[("a", 500)] * 20, window=16)
+def test_only_the_last_responses_count(monkeypatch):
+    monkeypatch.setattr("tltlab.drafters.budget._WINDOW", 16)
+    classes = learned(*[("a", 10)] * 50, *[("a", 500)] * 20)
     assert expect(classes, "a", 0) == (2, 500.0)
 
 
