@@ -42,16 +42,13 @@ def _text(out: Path, report: Json) -> str:
     figures = [
         ("reward", f"{s['reward_mean']:.2f}"),
         ("length, tokens", f"{lengths} of {report['max_response_tokens']}; p95 / p50 = {s['length_p95_over_p50']:.1f}"),
-        ("log length", f"{s['length_share_prompt']:.0%} of the variance between prompts, "
-                       f"{s['length_share_within']:.0%} within"),
         ("clipped", f"{s['clipped_share']:.1%} of responses"),
     ]  # fmt: skip
     return "\n".join(
         [
             f"{out}: {report['parameters']:,} parameters, {report['task']}, trained in {report['train_s']:.0f} s, "
             f"loss {report['final_loss']:.3f}",
-            f"sampled {s['num_prompts']} held-out prompts x {s['samples_per_prompt']} at temperature "
-            f"{s['temperature']:g} in {s['seconds']:.0f} s:",
+            f"sampled {s['num_prompts']} held-out prompts x {s['samples_per_prompt']} in {s['seconds']:.0f} s:",
             table((), figures, left=2, indent=2),
             f"reward function: {report['reward']}",
         ]

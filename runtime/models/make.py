@@ -105,7 +105,6 @@ def make_model(out: Path, *, size: str | Size, task: str, seed: int, progress: C
             heldout[: shape.measured_prompts],
             reward=TASKS[task].reward,
             samples_per_prompt=shape.samples_per_prompt,
-            temperature=1.0,
             max_tokens=MAX_RESPONSE_TOKENS,
             seed=seed,
         )

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from tltlab.runtime.rollout.rewards import load_reward
-from tltlab.stats import intraclass_correlation
 
 from .tasks import TaskProblem
 
@@ -62,50 +61,32 @@ def measure(
     *,
     reward: str,
     samples_per_prompt: int,
-    temperature: float,
     max_tokens: int,
     seed: int,
 ) -> dict[str, float]:
     """Sample `samples_per_prompt` responses of each problem and describe them.
 
-    Lengths are in tokens, eos included. `length_share_prompt` is the share of the variance of log length that the
-    prompt explains (`prompt_share`), `length_share_within` the rest.
+    Lengths are in tokens, eos included.
     """
     started = time.perf_counter()
     check = load_reward(reward)
     copies = [problem for problem in problems for _ in range(samples_per_prompt)]
     prompts = [tokenizer(problem.prompt)["input_ids"] for problem in copies]
-    responses = sample(model, prompts, temperature=temperature, max_tokens=max_tokens, seed=seed)
+    responses = sample(model, prompts, temperature=1.0, max_tokens=max_tokens, seed=seed)
     texts = [tokenizer.decode(response, skip_special_tokens=True) for response in responses]
     rewards = [check(p.prompt, text, p.answer) for p, text in zip(copies, texts, strict=True)]
     lengths = np.array(list(map(len, responses)))
     percentiles = {f"length_p{q}": float(np.percentile(lengths, q)) for q in (50, 90, 95, 99)}
-    share = prompt_share(np.log(lengths).reshape(len(problems), samples_per_prompt))
     figures = {
         "reward_mean": float(np.mean(rewards)),
         "length_mean": float(lengths.mean()),
         **percentiles,
         "length_max": float(lengths.max()),
         "length_p95_over_p50": percentiles["length_p95"] / percentiles["length_p50"],
-        "length_share_prompt": share,
-        "length_share_within": 1 - share,
         "clipped_share": float(np.mean([response[-1] != model.config.eos_token_id for response in responses])),
     }
     return {name: round(value, 4) for name, value in figures.items()} | {
-        "temperature": temperature,
         "num_prompts": len(problems),
         "samples_per_prompt": samples_per_prompt,
         "seconds": round(time.perf_counter() - started, 1),
     }
-
-
-def prompt_share(values: np.ndarray) -> float:
-    """Return the intraclass correlation ICC(1) of `values` [prompts, samples], not below 0. All values equal: 0.
-
-    >>> prompt_share(np.array([[1.0, 1.0], [2.0, 2.0]]))
-    1.0
-    """
-    samples = values.shape[1]
-    between = samples * values.mean(axis=1).var(ddof=1)
-    within = values.var(axis=1, ddof=1).mean()
-    return float(intraclass_correlation(between, within, samples) or 0.0)

@@ -142,8 +142,8 @@ class DrafterConfig(FiniteModel):
     `annotate` responses per worker and RL step are annotated for the trace with the drafter in service and with those
     of the last `ages` trainings.
 
-    Engines keep the hidden states of running responses in `capture_bytes` of host memory each; by default those of a
-    machine share a quarter of its free memory. Beyond that, responses likely to be in the tail are kept.
+    Engines of a machine share a quarter of its free memory for the hidden states of running responses. Beyond that,
+    responses likely to be in the tail are kept.
 
     A trainer runs on `threads` CPU threads at priority `nice`. Members of a group train over nccl where each has its
     own CUDA device, and over gloo elsewhere. They meet at a free port of the driver's machine, to which only its own
@@ -159,7 +159,6 @@ class DrafterConfig(FiniteModel):
     schedule: ScheduleConfig = ScheduleConfig()
     canary: CanaryConfig = CanaryConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig(gone_after_s=30.0)
-    capture_bytes: PositiveInt | None = None
     tokens_per_update: Count = 4096
     checkpoint_every: Count = 100
     annotate: NonNegativeInt = 4

@@ -4,7 +4,6 @@ Memory is one table of parts, each with its phases and its formula. A run report
 (`tltlab.runtime.run.memory`); a test compares the two.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -231,9 +230,8 @@ def _engine(sizes: MemorySizes, table: MemoryPlan) -> None:
     trees = sum(_TREE_BYTES.get(spec.kind, 0) for spec in sizes.drafters)
     on_host("drafter trees", trees * running * tokens, f"{trees} {growing}", GENERATING)
     if drafter is not None:
-        captured = min(drafter.capture_bytes or math.inf, running * tokens * sizes.state_bytes)
-        formula = f"hidden states of {running} running responses; at most drafter.capture_bytes"
-        on_host("captured states", captured, formula)
+        formula = f"hidden states of {running} running responses; at most a quarter of free memory"
+        on_host("captured states", running * tokens * sizes.state_bytes, formula)
         moving = sizes.on_gpu * 2 * rollout.batched_tokens * (sizes.state_bytes + 8)
         formula = "2 x hidden states of max_num_batched_tokens, pinned"
         on_host("captured states, on their way", moving, formula)

@@ -319,12 +319,10 @@ def engine_args(recipe: Recipe, *, cuda: bool) -> Json:
 
 
 def capture_bytes(recipe: Recipe) -> int:
-    """Return the bytes of hidden states of one engine's running responses: the recipe's, or a share of free memory.
+    """Return the bytes of hidden states of one engine's running responses: a share of free memory.
 
     The engines that a machine may have share alike.
     """
-    if recipe.drafter is not None and recipe.drafter.capture_bytes is not None:
-        return recipe.drafter.capture_bytes
     rollout, gpus = recipe.rollout, recipe.cluster.gpus_per_node
     engines = min(rollout.num_workers, max(gpus // rollout.tensor_parallel_size, 1)) if gpus else rollout.num_workers
     return capture_room(engines)

@@ -81,7 +81,6 @@ def test_held_out_prompts_are_not_trained_on(made):
 def test_the_report_is_that_of_the_file(made):
     out, report, said = made
     assert json.loads((out / "report.json").read_text()) == report
-    assert report["sampled"]["length_share_prompt"] + report["sampled"]["length_share_within"] == pytest.approx(1)
     assert any("loss" in message for message in said)
 
 

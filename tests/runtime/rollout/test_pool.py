@@ -28,7 +28,6 @@ from tltlab.runtime.engine.generation import EngineDied
 from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.runtime.engine.weights import BucketSlots, Engines, load_buckets
 from tltlab.runtime.ray.actors import Waiting, death_cause
-from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.rollout.pool import RunHistory, WorkerPool
@@ -377,9 +376,8 @@ def test_engines_receive_concurrency_and_vllm_settings(recipe_file):
 
 def test_engines_of_machine_share_room_for_hidden_states(recipe_file, monkeypatch):
     monkeypatch.setattr("tltlab.runtime.engine.engine.available_memory", lambda: 64 << 30)
-    given = load_recipe(recipe_file, ["rollout.num_workers=8", 'drafter={"capture_bytes": 5000}'])
-    free = given.model_copy(update={"drafter": DrafterConfig()})
-    nodes = {"rollout": given.rollout.model_copy(update={"tensor_parallel_size": 2})}
-    nodes["cluster"] = given.cluster.model_copy(update={"gpus_per_node": 8})
+    free = load_recipe(recipe_file, ["rollout.num_workers=8", "drafter={}"])
+    nodes = {"rollout": free.rollout.model_copy(update={"tensor_parallel_size": 2})}
+    nodes["cluster"] = free.cluster.model_copy(update={"gpus_per_node": 8})
     gpus = free.model_copy(update=nodes)
-    assert [capture_bytes(recipe) for recipe in (given, free, gpus)] == [5000, 2 << 30, 4 << 30]
+    assert [capture_bytes(recipe) for recipe in (free, gpus)] == [2 << 30, 4 << 30]
