@@ -14,7 +14,7 @@ import pytest
 
 import tltlab
 from tests.refused import refused
-from tltlab.cli.app import main
+from tests.typed import typed
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
@@ -239,21 +239,18 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume(
     )
     monkeypatch.setattr(RunLog, "step", interrupted)
     own = ["checkpoint.every=0", "rollout.one_step_off=true", "rollout.num_workers=1", "train.steps=5"]
-    with pytest.raises(SystemExit) as ended:
-        main(["train", str(recipe_file), *COMMON, *own, f"--out={run}"])
-    told = capsys.readouterr().err
-    assert ended.value.code == 130
+    code, _, told = typed(capsys, "train", recipe_file, *COMMON, *own, f"--out={run}")
+    assert code == 130
     assert "Traceback" not in told
     step = step_of(checkpoints_in(run / "checkpoints")[-1])
     assert 1 <= step <= 2
     assert tltlab.read(run / "trace").rl_steps == list(range(step))
     (command,) = [line.partition(": ")[2] for line in told.splitlines() if f"RL step {step}: " in line]
     monkeypatch.undo()
-    with pytest.raises(SystemExit) as ended:
-        main(shlex.split(command)[1:])
-    assert not ended.value.code
+    code, out, _ = typed(capsys, *shlex.split(command)[1:])
+    assert code == 0
     assert tltlab.read(run / "trace").rl_steps == list(range(5))
-    assert f"--resume {run} --allow-code=parity train.steps=10" in capsys.readouterr().out
+    assert f"--resume {run} --allow-code=parity train.steps=10" in out
 
 
 def test_another_seed_is_not_resumed(fixed, tmp_path):
