@@ -17,7 +17,8 @@ import numpy as np
 
 from tltlab.arrays import Floats
 from tltlab.console import table
-from tltlab.stats import Interval, finite, mean_of_few, paired_interval
+from tltlab.records import Json
+from tltlab.stats import finite, interval_json, mean_of_few, paired_interval
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -69,13 +70,16 @@ def ratio(
     return {"ratio": interval.estimate, "low": finite(interval.low), "high": finite(interval.high)}
 
 
-def reward_difference(pairs: Sequence[tuple[float, float]], num_prompts: int) -> Interval:
-    """Mean of first minus second over seeds, each a mean reward (0 or 1) of `num_prompts` responses.
+def reward_difference(pairs: Sequence[tuple[float, float]], num_prompts: int) -> Json:
+    """`difference`: mean of first minus second over `seeds`, each a mean reward (0 or 1) of `num_prompts` responses.
 
-    The interval is Student's over seeds, no narrower than what samples of so many prompts vary by.
+    Its interval is Student's over seeds, no narrower than what samples of so many prompts vary by; `equal` says whether
+    it holds 0, None for one seed.
     """
     chance = sum(reward * (1 - reward) / num_prompts for pair in pairs for reward in pair)
-    return mean_of_few([a - b for a, b in pairs], least_error=math.sqrt(max(chance, 0.0)) / len(pairs))
+    found = mean_of_few([a - b for a, b in pairs], least_error=math.sqrt(max(chance, 0.0)) / len(pairs))
+    equal = found.low <= 0 <= found.high if len(pairs) > 1 else None
+    return {"seeds": len(pairs), "difference": interval_json(found), "equal": equal}
 
 
 class _Fields(string.Formatter):

@@ -26,7 +26,6 @@ from tltlab.runtime.ray.start import ray_running
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.sim.verification.rollouts import verify
-from tltlab.stats import interval_json
 
 RESULT = "systems.json"
 Row = Json
@@ -144,12 +143,7 @@ def rewards(rows: Sequence[Mapping[str, Any]], first: str, num_prompts: int) -> 
     plain, found = ended.pop(first, {}), []
     for system, of in ended.items():
         if pairs := [(of[seed], plain[seed]) for seed in of.keys() & plain.keys()]:
-            interval = reward_difference(pairs, num_prompts)
-            equal = interval.low <= 0 <= interval.high if len(pairs) > 1 else None
-            difference = interval_json(interval)
-            found.append(
-                {"system": system, "over": first, "seeds": len(pairs), "difference": difference, "equal": equal}
-            )
+            found.append({"system": system, "over": first, **reward_difference(pairs, num_prompts)})
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from bench import systems
 from bench.batch_size import TEXT, bench_batch_size, of_best, rows_of
-from bench.harness import quiet, reward_difference, shown
+from bench.harness import quiet, shown
 from bench.models import made_model, own_model
 from bench.systems import FAST, FULL, bench_systems, recipe_for
 from tests.refused import refused
@@ -60,18 +60,15 @@ def test_systems_and_folders_are_checked_before_an_engine(tmp_path):
         own_model(model, tmp_path, size="tiny", progress=quiet)
 
 
-def test_few_prompts_widen_the_difference_of_rewards():
-    pairs = [(0.5, 0.4), (0.5, 0.42), (0.5, 0.44)]
-    sure, unsure = (reward_difference(pairs, num_prompts) for num_prompts in (10_000, 10))
-    assert sure.estimate == unsure.estimate == pytest.approx(0.08)
-    assert unsure.low < 0 < sure.low
+def test_rewards_are_compared_seed_by_seed():
     rows = [
         {"system": system, "seed": seed, "heldout_reward": reward}
-        for seed, pair in enumerate(pairs)
-        for system, reward in zip(("tlt", "verl"), pair, strict=True)
+        for system, rewards in (("tlt", (0.5, 0.5, 0.5)), ("verl", (0.4, 0.42, 0.44)))
+        for seed, reward in enumerate(rewards)
     ]
     (found,) = systems.rewards([*rows, {"system": "das", "why_not": "no engine"}], "verl", 10_000)
     assert (found["system"], found["over"], found["seeds"], found["equal"]) == ("tlt", "verl", 3, False)
+    assert found["difference"]["estimate"] == pytest.approx(0.08)
 
 
 def test_every_system_that_can_run_is_a_recipe(tmp_path):

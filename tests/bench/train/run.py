@@ -118,23 +118,12 @@ def _resampled(samples: Sequence[Sequence[float]], statistic: Any) -> Interval:
 
 
 def learned(blocks: Sequence[SideRun], side: str, heldout: int) -> Json | None:
-    """How much more held-out reward `tltlab train` ends with than a side, over seeds that both ran; None without one.
-
-    `equal`: whether the interval of `reward_difference` holds 0.
-    """
+    """How much more held-out reward `tltlab train` ends with than a side, over seeds of both; None without one."""
     ended = {(block.side, block.seed): block.heldout_reward for block in blocks if block.heldout_reward is not None}
     pairs = [
         (ours, ended[side, seed]) for (name, seed), ours in ended.items() if name == "tltlab" and (side, seed) in ended
     ]
-    if not pairs:
-        return None
-    interval = reward_difference(pairs, heldout)
-    return {
-        "against": side,
-        "seeds": len(pairs),
-        "difference": interval_json(interval),
-        "equal": interval.low <= 0 <= interval.high if len(pairs) > 1 else None,
-    }
+    return {"against": side, **reward_difference(pairs, heldout)} if pairs else None
 
 
 def summarise(blocks: Sequence[SideRun], lines: Mapping[str, int], *, heldout: int) -> Json:
