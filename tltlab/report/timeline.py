@@ -32,7 +32,7 @@ from tltlab.traces.trace import Trace
 
 _US = 1e6
 _STEPS = "RL steps"
-_LOOKS = tomllib.loads(Path(__file__).with_name("looks.toml").read_text(encoding="utf-8"))
+_LOOKS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("looks.toml").read_text(encoding="utf-8"))
 LOOKS: dict[str, list[str]] = _LOOKS["kinds"]
 _MARK_SHARE = 0.002  # a switch takes milliseconds; it is drawn at least this wide, in shares of the picture
 
@@ -255,7 +255,7 @@ def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float, most_names: fl
 
 def _look(kind: str) -> list[str]:
     """The colour and hatch of a kind; a drafter that has none of its own has those of all decoding with drafts."""
-    return LOOKS.get(kind, LOOKS.get(kind.partition(" ")[0], _LOOKS["other"]))
+    return LOOKS.get(kind) or LOOKS.get(kind.partition(" ")[0]) or list(_LOOKS["other"])
 
 
 def _edge(kind: str) -> tuple[float, float, float, float]:

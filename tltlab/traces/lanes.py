@@ -107,8 +107,8 @@ def _workers(trace: Trace, start_s: float, duration: float | None) -> pd.DataFra
     other_lanes = _segments([], [], [], [])
     if spans is not None and len(spans):
         drafter = " (" + spans["detail"].str.partition(":")[0] + ")"
-        kind = spans["kind"] + drafter.where(spans["kind"] == "speculative_decode").fillna("")
-        work = _segments(spans["lane"], kind, spans["t_start"], spans["t_start"] + spans["duration"])
+        drafting = spans["kind"] + drafter.where(spans["kind"] == "speculative_decode").fillna("")
+        work = _segments(spans["lane"], drafting, spans["t_start"], spans["t_start"] + spans["duration"])
         on_worker = work["lane"].str.startswith("worker ")
         work, other_lanes = work[on_worker], work[~on_worker]
     elif iterations is not None and len(iterations):
