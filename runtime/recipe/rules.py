@@ -13,22 +13,6 @@ from tltlab.errors import ConfigError, did_you_mean
 from .sections import ALGORITHMS, Sections
 
 
-def biased_sampling(recipe: Sections) -> Iterator[str]:
-    train, cut = recipe.train, cut_sampling(recipe)
-    if cut and train.correction != "none" and not train.accept_biased_sampling:
-        yield (
-            f"{cut} cuts tokens off that have nonzero probability in the trainer, so importance weights are biased: "
-            "leave it out, or set train.accept_biased_sampling = true"
-        )
-
-
-def cut_sampling(recipe: Sections) -> str:
-    """Return the settings that keep engines from drawing some tokens, with their values; empty for none."""
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    values = {name: getattr(recipe.rollout, name) for name in neutral}
-    return ", ".join(f"rollout.{name} = {value}" for name, value in values.items() if value != neutral[name])
-
-
 def drafting(recipe: Sections) -> Iterator[str]:
     rollout, drafter = recipe.rollout, recipe.drafter
     if rollout.min_p and rollout.max_draft_depth:
@@ -266,11 +250,13 @@ def uneven_minibatches(recipe: Sections) -> Iterator[str]:
         )
 
 
-def uncorrected_sampling(recipe: Sections) -> Iterator[str]:
+def cut_sampling(recipe: Sections) -> Iterator[str]:
     """Note tokens drawn from a cut distribution that are trained on as if drawn from the whole one."""
-    cut = cut_sampling(recipe)
-    if cut and recipe.train.correction == "none":
-        yield f"{cut} with train.correction = 'none': updates take tokens for draws from the whole distribution"
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    values = {name: getattr(recipe.rollout, name) for name in neutral}
+    if cut := ", ".join(f"rollout.{name} = {value}" for name, value in values.items() if value != neutral[name]):
+        biased = "importance weights are biased" if recipe.train.correction != "none" else "nothing corrects for that"
+        yield f"{cut} cuts tokens off that have nonzero probability in the trainer: {biased}"
 
 
 def planner_costs(recipe: Sections) -> Iterator[str]:
@@ -282,7 +268,7 @@ def planner_costs(recipe: Sections) -> Iterator[str]:
         yield f"rollout.planner reckons with plain decoding at these costs (rollout.planner_costs): {costs}"
 
 
-NOTES = (uneven_minibatches, uncorrected_sampling, long_warmup, planner_costs)
+NOTES = (uneven_minibatches, cut_sampling, long_warmup, planner_costs)
 """Notes in a dry run and in a run's log on settings that are allowed."""
 
 
@@ -318,7 +304,7 @@ def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterato
 
 
 RULES = (
-    biased_sampling, drafting, overlong_responses, reward_terms, advantage, losses, schedules, evaluations, modes,
+    drafting, overlong_responses, reward_terms, advantage, losses, schedules, evaluations, modes,
     sequence_parallel, tail_shape,
 )  # fmt: skip
 """Rules for a whole recipe, whose fields are each valid by themselves."""

@@ -342,8 +342,7 @@ class TrainConfig(FiniteModel):
     mismatch between engine and trainer: weights min(pi_trainer / pi_engine, `correction_cap`) ("truncated"), or 0
     outside of [1 / `correction_cap`, `correction_cap`] ("masked"), the ratio taken to the behaviour's log-probs itself
     ("behaviour"), or "none". By `correction_level` weights are of each "token", or the product over the response
-    ("sequence"). top_p, top_k and min_p change the engine's sampling distribution, so with a correction they need
-    `accept_biased_sampling`.
+    ("sequence"). top_p, top_k and min_p change the engine's sampling distribution, which biases corrections.
 
     Objective. In the `objective` "clip", PPO's, tokens with a negative advantage A have a loss of at most `dual_clip`
     |A| (None: unbounded); in "cispo" the clipped ratio, without gradient, weighs A log pi; `module:function` is the
@@ -398,7 +397,6 @@ class TrainConfig(FiniteModel):
     correction: Literal["truncated", "masked", "behaviour", "none"] = "truncated"
     correction_level: Literal["token", "sequence"] = "token"
     correction_cap: float = Field(default=2.0, ge=1)
-    accept_biased_sampling: bool = False
     tokens_per_microbatch: Count = 8192
     ranks: Count = 1
     sequence_parallel: Count = 1

@@ -51,7 +51,7 @@ class Script(RolloutPlanner):
 
 @pytest.fixture(scope="module")
 def pool(one_ray, recipe_file, tmp_path_factory):
-    greedy = ["rollout.top_k=1", "train.accept_biased_sampling=true", "faults.max_restarts=100"]
+    greedy = ["rollout.top_k=1", "faults.max_restarts=100"]
     planned = [f"rollout.planner={__name__}:Stay", "rollout.tail_shape=1x2", "rollout.repeat_every=0"]
     recipe = load_recipe(recipe_file, [*greedy, *planned])
     anywhere = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": "DEFAULT", "env_vars": {}}

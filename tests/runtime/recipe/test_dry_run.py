@@ -165,7 +165,8 @@ def test_minibatches_that_do_not_divide_are_warned_of(random_model, minibatches,
     ("sections", "facts"),
     [
         ({"train": {"steps": 3, "minibatches": 2, "warmup_steps": 7}}, ("train.warmup_steps = 7", " 6 ")),
-        ({"train": {"correction": "none"}, "rollout": {"top_p": 0.9}}, ("rollout.top_p = 0.9", "train.correction")),
+        ({"train": {"correction": "none"}, "rollout": {"top_p": 0.9}}, ("rollout.top_p = 0.9", "nothing corrects")),
+        ({"rollout": {"top_p": 0.9}}, ("rollout.top_p = 0.9", "importance weights are biased")),
     ],
 )
 def test_settings_without_effect_are_said(random_model, sections, facts):

@@ -65,7 +65,6 @@ def written(path, text):
         ("rollout.vllm.kv_cache_memory_bytes=1G", ()),
         ("rollout.vllm.gpu_memory_utilization=90", ("1",)),
         ("rollout.vllm.swap_space=NaN", ()),
-        ("rollout.top_p=0.9", ("top_p", "0", "9")),
         ('rollout={"partial":{"concurrency":8},"prompts_per_step":1}', ("2", "rollout.prompts_per_step", "1")),
         ('rollout={"environment":"calculator","partial":{"concurrency":8}}', ("rollout.partial", "environment")),
         ('rollout={"environment":"calculator","reuse":{}}', ("rollout.environment", "rollout.reuse")),
@@ -99,7 +98,7 @@ def written(path, text):
         ("train.algorithm=reinforce++ train.sampling_rounds=2", ("train.sampling_rounds", "train.baseline")),
         ("train.advantage=a:b train.baseline=none", ("train.baseline", "train.advantage")),
         # All that is wrong is told at once.
-        ("rollout.min_p=0.1 train.overlong_buffer=4096", ("rollout.min_p", "0.1", "train.overlong_buffer")),
+        ("rollout.min_p=0.1 train.overlong_buffer=4096", ("rollout.min_p", "train.overlong_buffer")),
         ('rollout.min_p=0.1 rollout.vllm={"x":NaN,"max_num_seqs":0}', ("rollout.vllm", "max_num_seqs", "0")),
     ],
 )
