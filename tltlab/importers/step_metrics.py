@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Annotated
 
 import numpy as np
@@ -102,7 +102,7 @@ MEAN = "response_length/mean"
 _OF_ENGINES = frozenset(key for framework in FRAMEWORKS if framework.advice for key in framework.keys)
 _KNOWN = frozenset(key for framework in FRAMEWORKS for key in framework.keys)
 _ANY = {name: re.compile(pattern) for name, pattern in _TABLE["any"].items() if isinstance(pattern, str)}
-_NO_SECONDS = _ANY.pop("no_seconds")
+_NO_SECONDS, _PERCENTILE = _ANY.pop("no_seconds"), _ANY.pop("percentile")
 LEARNING = {name: re.compile(pattern) for name, pattern in _TABLE["any"]["learning"].items()}
 """Signs that a policy learns, by field: regular expressions of keys."""
 _TIMERS = re.compile("|".join(sorted({framework.timers.pattern for framework in FRAMEWORKS})))
@@ -128,9 +128,10 @@ def plain_key(key: str) -> str | None:
     if len(key) > _MOST_LETTERS:
         return None
     key = _TRL_CALL.sub("profiling/", key.strip().removeprefix("train/"))
-    if key in _KNOWN or (_TIMERS.search(key) and not _NO_SECONDS.search(key)):
+    like = _PERCENTILE.sub("mean", key)
+    if like in _KNOWN or (_TIMERS.search(key) and not _NO_SECONDS.search(key)):
         return key
-    is_any = any(pattern.search(key) for pattern in _ANY.values())
+    is_any = any(pattern.search(like) for pattern in _ANY.values())
     return key if is_any and "val" not in key.split("/")[0] and not key.startswith("eval") else None
 
 
@@ -227,6 +228,31 @@ class StepMetrics:
         """The most responses that the RL step's tokens allow, where the log has no length of prompts."""
         mean = self.get("mean")
         return None if self.tokens is None or not mean or self.tokens < mean else int(self.tokens / mean)
+
+    @property
+    def contradiction(self) -> str:
+        """Two metrics of the lengths that exclude each other, in words; empty where there are none."""
+        used, prompt = self.used, self.get("prompt")
+
+        def known(*names: str, times: float = 1.0) -> list[tuple[float, str]]:
+            return [(times * (self.get(name) or 0.0), used[name]) for name in names if name in used]
+
+        marks = {key: match for key in self.values if (match := _PERCENTILE.search(key))}
+        own = [key for key in marks if _PERCENTILE.sub("mean", key) == used.get("mean")]
+        percentiles = [(self.values[key], key) for key in sorted(own, key=lambda key: int(marks[key][1] or 50))]
+        least, most = known("least"), known("most")
+        means = known("mean", times=1.0 / max(1.0 - (self.get("aborted") or 0.0), 1e-9))
+        pairs = [*pairwise([*least, *percentiles, *most]), *product(least, means), *product(means, most)]
+        for (low, one), (high, other) in [*pairs, *product(known("mean"), known("sequence"))]:
+            if low > 1.001 * high + 0.5:
+                return f"{one}, {low:g} tokens, is more than {other}, {high:g}"
+        has_turns = (self.get("turns") or 0.0) > self.framework.single_turn
+        counts = () if prompt is None else product(known("responses"), known("mean"), known("total_tokens"))
+        for (num, one), (mean, _), (total, other) in counts:
+            whole = num * (mean + (prompt or 0.0))
+            if whole > 1.05 * total or (whole < 0.95 * total and not has_turns):
+                return f"{one}, {num:g}, responses with their prompts are {whole:g} tokens, and {other} is {total:g}"
+        return ""
 
     @property
     def stages(self) -> dict[str, float]:
@@ -449,7 +475,7 @@ def tables_of_steps(
         }
         frames.append(pd.DataFrame(columns))
     if not frames:
-        raise TraceError(f"{place}: {'; '.join(notes)}")
+        raise TraceError(f"{place}: {notes[-1]}")
     if any(step.get("prompt") is None for step in modelled):
         notes.append("prompts whose length is not in the log count as 0 tokens")
     if all(step.get("sequence") is not None and step.get("prompt") is None for step in modelled):
@@ -515,8 +541,8 @@ def _cap(steps: list[StepMetrics], maximum: int | None, place: str, notes: list[
 def _lengths(step: StepMetrics, num: int, cap: int) -> Ints:
     mean, most, least = step.get("mean"), step.get("most"), step.get("least")
     assert mean is not None
-    if (whole := step.get("sequence")) is not None and mean > whole:
-        raise ValueError(f"responses of {mean:g} tokens on average are longer than with their prompts, {whole:g}")
+    if why := step.contradiction:
+        raise ValueError(why)
     cut, aborted = (min(max(step.get(name) or 0.0, 0.0), 1.0) for name in ("cut", "aborted"))
     empty = round(aborted * num)
     num_left = num - empty
