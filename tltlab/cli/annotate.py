@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from tltlab.calibration.annotate import (
     AcceptedLengths,
@@ -18,12 +18,13 @@ from tltlab.calibration.annotate import (
     annotate,
     merged,
 )
-from tltlab.config import faults
+from tltlab.config import faults_in
 from tltlab.console import emit, table
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, NETWORK, Drafters, DrafterTraits, ModelFreeSpec, OwnDrafter
+from tltlab.drafters.specs import NETWORK, Drafters, DrafterTraits, ModelFreeSpec, OwnDrafter
 from tltlab.errors import ConfigError, InputError
 from tltlab.importers.sources import read
 from tltlab.options import command, option
+from tltlab.own import parse_call
 from tltlab.records import Json
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import Contents
@@ -44,7 +45,7 @@ def annotate_trace(
         list[str],
         typer.Option(
             metavar="[NAME=]SPEC",
-            help="ngram, suffix, suffix:scopes=problem+request,window=16, draft_model:FOLDER, eagle:FOLDER, or "
+            help='ngram, suffix, "suffix(window=16)", draft_model:FOLDER, eagle:FOLDER, or '
             "learned:FOLDER (what it holds), or module:Class; @N at the end: it is N RL steps old. Repeatable.",
         ),
     ],
@@ -119,23 +120,13 @@ def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Ann
 
 
 def _model_free(text: str) -> ModelFreeSpec:
-    """A drafter without a network from `KIND[:key=value,...]`, or a user's own from `module:Class`."""
-    kind, _, options = text.partition(":")
-    if kind not in {spec.kind for spec in DEFAULT_DRAFTERS.values()} and (own := OwnDrafter.parse(text)) is not None:
+    """A drafter without a network from `KIND(key=value,...)`, or a user's own from `module:Class`."""
+    if (own := OwnDrafter.parse(text)) is not None:
         own.check()
         return own
-    value: Json = {"kind": kind}
-    for written in options.split(",") if options else ():
-        key, equals, setting = written.partition("=")
-        if not equals:
-            raise ConfigError(
-                f"--drafter {text}: {written!r} is no key=value; such as suffix:scopes=problem+request,window=16"
-            )
-        value[key] = setting.split("+") if key == "scopes" else setting
-    try:
-        return _TEXT_SPECS.validate_python(value)
-    except ValidationError as error:
-        raise ConfigError(f"--drafter {text}: {faults(error)}") from error
+    kind, settings = parse_call(text)
+    with faults_in(f"--drafter {text}"):
+        return _TEXT_SPECS.validate_python({"kind": kind, **settings})
 
 
 def _learned(method: str, folder: str, target: Path | None) -> Annotator:

@@ -4,7 +4,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -12,8 +12,6 @@ from tltlab.errors import ConfigError
 
 from .base import Draft, Drafter, Key
 from .suffix import LOW
-
-Scope = Literal["group", "request"]
 
 BYTES_PER_ENTRY = 48
 """About, of the 24 of an entry: tables are three eighths to three quarters full."""
@@ -24,15 +22,15 @@ class NgramDrafter(Drafter):
 
     The simplest form of TLT-Base's drafter (arXiv 2511.16665, section 5: a retrieval store per prompt, filled by all
     samples of the group). Matches are between `min_match` and `max_match` tokens long, longer ones first; among
-    the continuations of a match the most frequent wins, then the most recent. With scope "request" a response sees
-    only itself. Prompt tokens are context and are indexed too, once per group and prompt. The draft's `expected` sums,
-    over its tokens, the product of their shares among all continuations of their matches.
+    the continuations of a match the most frequent wins, then the most recent. Prompt tokens are context and are indexed
+    too, once per group and prompt. The draft's `expected` sums, over its tokens, the product of their shares among all
+    continuations of their matches.
 
     Time: a token inserted costs max_match - min_match + 1 updates of a table, a token proposed at most as many
     look-ups, in compiled loops over a whole batch (`grams`); they are compiled once on a machine, within seconds.
     Text is inserted at the next look-up. Memory: about 0.25 kB per token of new text at the default match lengths; the
-    group's is freed by `begin` of a later RL step, the request's, with that scope, by `close`. Groups in which nothing
-    runs are freed before, the oldest first, where all take more than `history_mib` MiB; None is no bound.
+    group's is freed by `begin` of a later RL step. Groups in which nothing runs are freed before, the oldest first,
+    where all take more than `history_mib` MiB; None is no bound.
 
     >>> drafter = NgramDrafter()
     >>> drafter.open((0, "p", 0, 0), [1, 2, 3])
@@ -43,16 +41,13 @@ class NgramDrafter(Drafter):
     Draft(tokens=[8, 9], expected=2.0)
     """
 
-    def __init__(
-        self, min_match: int = 2, max_match: int = 5, scope: Scope = "group", history_mib: float | None = 256.0
-    ):
+    def __init__(self, min_match: int = 2, max_match: int = 5, history_mib: float | None = 256.0):
         if not 1 <= min_match <= max_match:
             raise ConfigError(f"ngram: needs 1 <= min_match <= max_match, got {min_match} and {max_match}")
         if history_mib is not None and not 0 < history_mib < math.inf:
             raise ConfigError(f"ngram: history_mib must be above 0 MiB, or none for no bound, got {history_mib}")
         self.min_match = min_match
         self.max_match = max_match
-        self.scope = scope
         self.history_mib = history_mib
         self._most_bytes = math.inf if history_mib is None else history_mib * 2**20
         self.forget()
@@ -60,7 +55,7 @@ class NgramDrafter(Drafter):
     def forget(self) -> None:
         self._running: dict[Key, int] = {}
         # The row of a group's first request is its number; prompts count once in a group.
-        self._groups: dict[tuple[int, str] | Key, tuple[int, set[tuple[int, ...]]]] = {}
+        self._groups: dict[tuple[int, str], tuple[int, set[tuple[int, ...]]]] = {}
         # By row.
         self._num_rows, self._group_of, self._sizes = 0, np.zeros(16, np.int64), np.zeros(16, np.int64)
         self._tails = np.full((16, self.max_match), -1)
@@ -74,7 +69,7 @@ class NgramDrafter(Drafter):
 
     def begin(self, rl_step: int) -> None:
         """Drop the groups of earlier RL steps, except those in which a request is still open."""
-        used = {self._name(key) for key in self._running}
+        used = {key[:2] for key in self._running}
         for name in [name for name in self._groups if name[0] < rl_step and name not in used]:
             self._drop(name)
         if not self._groups:
@@ -90,7 +85,7 @@ class NgramDrafter(Drafter):
             self._tails = np.resize(self._tails, (2 * row, self.max_match))
         self._num_rows += 1
         self._running[key] = row
-        group, prompts = self._groups.setdefault(self._name(key), (row, set()))
+        group, prompts = self._groups.setdefault(key[:2], (row, set()))
         self._group_of[row], self._sizes[row], self._tails[row] = group, 0, -1
         self._push(~row if prompt in prompts else row, prompt)
         prompts.add(prompt)
@@ -144,17 +139,15 @@ class NgramDrafter(Drafter):
 
     def close(self, key: Key) -> None:
         del self._running[key]
-        if self.scope == "request":
-            self._drop(key)
-        elif self.memory_bytes > self._most_bytes:
+        if self.memory_bytes > self._most_bytes:
             # Groups in which nothing runs go, the oldest first, until there is some room.
-            used = {self._name(key) for key in self._running}
+            used = {key[:2] for key in self._running}
             for name in [name for name in self._groups if name not in used]:
                 self._drop(name)
                 if self.memory_bytes <= LOW * self._most_bytes:
                     break
 
-    def _drop(self, name: tuple[int, str] | Key) -> None:
+    def _drop(self, name: tuple[int, str]) -> None:
         group, _ = self._groups.pop(name)
         self._sizes[group] = -1
         if self._tables is not None:
@@ -166,6 +159,3 @@ class NgramDrafter(Drafter):
     def memory_bytes(self) -> int:
         """About; from the number of entries."""
         return BYTES_PER_ENTRY * int(self._sizes[: self._num_rows].clip(0).sum()) + 8 * len(self._tokens)
-
-    def _name(self, key: Key) -> tuple[int, str] | Key:
-        return key[:2] if self.scope == "group" else key

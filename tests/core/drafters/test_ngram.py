@@ -16,16 +16,15 @@ def drafter_of(tokens, **settings):
     return told(NgramDrafter(**settings), A, tokens)
 
 
-@pytest.mark.parametrize(("scope", "from_siblings"), [("group", [3]), ("request", [])])
-def test_a_scope_selects_the_text_for_drafts(scope, from_siblings):
-    check_drafter(lambda: NgramDrafter(scope=scope))
-    drafter = told(NgramDrafter(scope=scope), A, [1, 2, 3])
+def test_drafts_are_of_the_groups_text():
+    check_drafter(NgramDrafter)
+    drafter = told(NgramDrafter(), A, [1, 2, 3])
     for key in (B, OTHER):
         told(drafter, key, [1, 2])
-    assert drafter.propose(B, 1).tokens == from_siblings
+    assert drafter.propose(B, 1).tokens == [3]
     assert drafter.propose(OTHER, 4) == Draft([], 0.0)
     drafter.close(A)
-    assert drafter.propose(B, 1).tokens == from_siblings, "a closed response stays for its siblings"
+    assert drafter.propose(B, 1).tokens == [3], "a closed response stays for its siblings"
     drafter.extend(B, [7, 1, 2])
     assert drafter.propose(B, 1).tokens == [7]
 

@@ -50,7 +50,6 @@ def test_what_makes_no_sense_is_refused(make, wrong, facts):
     ("kind", "wrong", "facts"),
     [
         ("ngram", {"min_match": 3, "max_match": 2}, (3, 2)),
-        ("ngram", {"scope": "all"}, ("group", "request")),
         ("ngram", {"history_mib": -1}, (0,)),
         ("suffix", {"scopes": ()}, ()),
         ("suffix", {"scopes": ("group", "group")}, ("each",)),
@@ -70,6 +69,6 @@ def test_a_spec_refuses_what_its_drafter_would(kind, wrong, facts):
     with refused(ValidationError, naming=facts):
         SPECS.validate_python({"kind": kind} | wrong)
     drafter = {"ngram": NgramDrafter, "suffix": SuffixDrafter}.get(kind)
-    if drafter and not {"windw", "scope", "length"} & wrong.keys():
+    if drafter and not {"windw", "length"} & wrong.keys():
         with refused(ConfigError, naming=facts):
             drafter(**wrong)

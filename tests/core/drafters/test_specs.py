@@ -10,7 +10,7 @@ from tltlab.drafters.specs import SYSTEM_DRAFTERS, HybridSpec, NgramSpec, Suffix
 @pytest.mark.parametrize(
     "spec",
     [
-        NgramSpec(min_match=1, max_match=3, scope="request", history_mib=7.0),
+        NgramSpec(min_match=1, max_match=3, history_mib=7.0),
         SuffixSpec(
             scopes=("group", "request"), window=7, max_match=9, max_draft=5, min_match=3, min_token_prob=0.25,
             length="match", match_factor=1.5, live=False,

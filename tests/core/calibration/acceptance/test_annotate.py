@@ -228,15 +228,15 @@ def test_an_annotation_agrees_with_what_was_recorded(tltlab, tiny):
 
 def test_rows_of_several_annotations_add_up(tltlab, tiny, tmp_path):
     out = tmp_path / "out"
-    tltlab("annotate", tiny, "--drafter", "ngram", "--drafter", "own=ngram:scope=request", "--out", out)
+    tltlab("annotate", tiny, "--drafter", "ngram", "--drafter", "own=ngram(max_match=3)", "--out", out)
     assert not (tiny / "acceptance.parquet").exists()
-    tltlab("annotate", out, "--drafter", "own=ngram:min_match=1@4", "--max-depth", "3")
+    tltlab("annotate", out, "--drafter", "own=ngram(min_match=1)@4", "--max-depth", "3")
     table = read(out).acceptance
     kinds = table[["drafter", "drafter_age", "max_depth"]].drop_duplicates()
     assert sorted(kinds.itertuples(index=False, name=None)) == [("ngram", 0, 16), ("own", 0, 16), ("own", 4, 3)]
     # The manifest says what a drafter of a name of its own is, and the file's sums still hold.
     assert (read(out).manifest.drafters, read(tiny).manifest.drafters) == ({"own": TEXT}, {})
-    code, _, err = tltlab("annotate", out, "--drafter", "learned=ngram:min_match=3")
+    code, _, err = tltlab("annotate", out, "--drafter", "learned=ngram(min_match=3)")
     assert (code, "'learned'" in err) == (2, True)
 
 
@@ -254,19 +254,19 @@ def test_a_failed_annotation_leaves_the_trace_alone(tltlab, tiny, monkeypatch):
         raise ConfigError("no more")
 
     monkeypatch.setattr(AcceptedLengths, "add", fail)
-    assert tltlab("annotate", tiny, "--drafter", "suffix=ngram:min_match=3")[0] == 2
+    assert tltlab("annotate", tiny, "--drafter", "suffix=ngram(min_match=3)")[0] == 2
     assert {p.name: p.read_bytes() for p in tiny.iterdir()} == before
 
 
 @pytest.mark.parametrize(
     ("text", "fact"),
     [
-        ("ngram --drafter ngram:min_match=3", "twice"),
+        ("ngram --drafter ngram(min_match=3)", "twice"),
         ("magic", "'magic'"),
-        ("ngram:min_match", "'min_match'"),
-        ("ngram:min_match=9", "max_match"),
-        ("ngram:depth=3", "depth"),
-        ("suffix:scopes=planet", "planet"),
+        ("ngram(min_match)", "'min_match'"),
+        ("ngram(min_match=9)", "max_match"),
+        ("ngram(depth=3)", "depth"),
+        ('suffix(scopes=["planet"])', "planet"),
         ("nowhere.json", "'nowhere.json'"),
         ("hybrid", "'hybrid'"),
         ("none=ngram", "'none'"),
