@@ -261,12 +261,6 @@ def refuse_damaged(folder: Path, contents: Contents) -> None:
         )
 
 
-def has_checksums(folder: Path) -> bool:
-    """Return True if every file of a table has a checksum. Raises TraceError."""
-    contents = Contents.read(folder)
-    return all(contents.files_of(folder, name).keys() <= set(contents.parts or ()) for name in TABLES)
-
-
 class TableWriter:
     """Writes rows of a table to a Parquet file; `num_rows` are those so far, `sha256` is that of the whole file.
 
