@@ -147,12 +147,10 @@ def shares(x: Any, parts: Fields, *, xlabel: str, title: str) -> Figure:
     return finish(axes, xlabel=xlabel, ylabel="%", title=title, grid=None)
 
 
-def scatter_identity(
-    measured: Values, predicted: Values, *, xlabel: str, ylabel: str, title: str, labels: Sequence[str]
-) -> Figure:
-    """Predicted over measured with the line on which they agree; `labels` names each point's group."""
+def scatter_identity(measured_s: Values, predicted_s: Values, labels: Sequence[str]) -> Figure:
+    """Predicted over measured rollout times, and the line on which they agree; `labels` names each point's group."""
     axes = _panel(4.0, 4.6)
-    x, y = _floats(measured), _floats(predicted)
+    x, y = _floats(measured_s), _floats(predicted_s)
     group = np.asarray(labels, dtype=object)
     for i, name in enumerate(dict.fromkeys(group)):
         of_group = group == name
@@ -164,7 +162,8 @@ def scatter_identity(
     axes.plot([0, end], [0, end], color="#6f6f6f", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0)
     axes.set(xlim=(0, end), ylim=(0, end), aspect="equal")
     _legend(axes, columns=3)
-    return finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
+    words = {"xlabel": "measured, s", "ylabel": "predicted (simulated), s", "title": "Rollout time of each RL step"}
+    return finish(axes, **words, grid="both")
 
 
 def waterfall(steps: Sequence[tuple[str, float]], *, measured: bool, title: str, width_in: float = _WIDTH_IN) -> Figure:

@@ -205,9 +205,8 @@ def _predictions(verification: Fields, source: str) -> Sequence[Block]:
     errors = f"median error {number(median, '.1%')}, worst {number(worst, '.1%')}"
     policies = [str(row.get("policy") or "run") for row in rows]
     figure = scatter_identity(
-        [row.get("measured_s") for row in rows], [row.get("predicted_s") for row in rows],
-        labels=policies, xlabel="measured, s", ylabel="predicted (simulated), s", title="Rollout time of each RL step",
-    )  # fmt: skip
+        [row.get("measured_s") for row in rows], [row.get("predicted_s") for row in rows], policies
+    )
     columns = (
         "RL step: {rl_step:d}; policy: {policy}; measured s: {measured_s:.3f}; predicted s: {predicted_s:.3f}; "
         "error: {error:+.1%}; step time: {step_time_ratio:.2f}; forecast s: {forecast_s:.2f}; "

@@ -1,8 +1,6 @@
 """Settings of policies that make no sense, and states of other policies, are refused with what is wrong."""
 
-import json
 import math
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from tltlab.policies.bandits import Hedge, Ucb1
 from tltlab.policies.beg_mab import BegMab, paper_buckets
 from tltlab.policies.engines import AcceptedThresholds
 from tltlab.policies.goodput import Goodput
-from tltlab.policies.policy import load_policy
 from tltlab.policies.simple import BatchTable, Explore, Fixed
 from tltlab.policies.wrappers import ElasticActivation
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -80,11 +77,3 @@ def goodput(*strategies, costs=COSTS, **settings):
 def test_what_makes_no_sense_is_refused(make, facts):
     with refused(ConfigError, naming=facts):
         make()
-
-
-@pytest.mark.parametrize(("value", "wrong"), [(None, False), ({"1": 60.0}, True)])
-def test_files_of_earlier_releases_load_where_they_give_no_rate_of_plain_decoding(value, wrong):
-    content = json.loads(load_policy("beg-mab").model_dump_json())
-    content["selector"]["plain_rate"] = value
-    with pytest.raises(ConfigError, match="plain_rate") if wrong else nullcontext():
-        assert load_policy(content) == load_policy("beg-mab")

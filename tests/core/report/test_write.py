@@ -310,7 +310,7 @@ def test_charts_take_unknown_values_and_save_the_same_bytes(tmp_path):
         lambda: lines({"a": ([1, 2, 4], [1.0, None, 2.0])}, xlabel="x", ylabel="y", title="t", doubling=True,
                       bands={"a": ([0, None, 1], [2, None, 3])}),
         lambda: shares([0, 1], {"a": [0.5, 1.0], "b": [0.5, 0.0], "c": [0.0, 0.0]}, xlabel="x", title="t"),
-        lambda: scatter_identity([1.0, None], [1.1, 2.0], xlabel="m", ylabel="p", title="t", labels=["a", "b"]),
+        lambda: scatter_identity([1.0, None], [1.1, 2.0], ["a", "b"]),
     ]  # fmt: skip
     for make in figures:
         save_figure(make(), tmp_path / "one.svg")
