@@ -55,6 +55,8 @@ _TURNS = (
 )
 _SAMPLED = 256
 """Records by which a list's meaning is decided."""
+_ENOUGH_TEXTS = 4
+"""Sizes of texts by which lengths are those of the texts."""
 _OF_TEXT = {"response_text", "conversation"}
 _MOST_EPOCHS = 1e6
 _NO_ERROR: tuple[Any, ...] = ("False", "0", 0, [], {})
@@ -371,6 +373,9 @@ class Reader:
         lengths, exact = self._response_tokens(records, failed)
         lengths, known = self._settled(records, lengths, self._known_prompts(records), exact & ~failed)
         prompts = self._prompt_tokens(records, lengths, known)
+        if self.reading.column is None:
+            self._beside_text(records, "response", lengths, exact & (lengths > 0))
+            self._beside_text(records, "prompt", prompts, prompts > 0)
         result = pd.DataFrame({"response_tokens": lengths, "is_exact": exact, "prompt_tokens": prompts})
         result["rl_step"] = self._rl_steps(records)
         result["place"] = frame.index.to_numpy()
@@ -657,6 +662,31 @@ class Reader:
         unique = list(dict.fromkeys(texts))
         count_of = dict(zip(unique, self.reading.tokens.count(unique), strict=True))
         return [count_of[text] if is_prompt else max(1, count_of[text]) for text in texts]
+
+    def _beside_text(self, records: Records, of: str, lengths: Any, counted: Any) -> None:
+        """Raise TraceError for lengths of the text beside them in another unit than tokens, and for too short texts.
+
+        Texts of one size are cut, or stand for others, and those with their reasoning elsewhere are shorter.
+        """
+        frame, texts = records.frame, self._text_columns(records, f"{of}_text")[:1]
+        name, rows = self.used.get(f"{of}_tokens", ""), np.flatnonzero(counted)[:_SAMPLED]
+        if not texts or name in texts:
+            return
+        cells, tokens = frame[texts[0]].iloc[rows], lengths[rows]
+        letters, choose = cells.str.len(), BY_OPTION.format(f"--column {self.used['response_tokens']}")
+        if letters.nunique() < _ENOUGH_TEXTS:
+            return
+        units = {"characters": tokens == letters, "words": tokens == cells.str.split().str.len()}
+        fault = next((f"the number of {unit}" for unit, are_equal in units.items() if are_equal.all()), "")
+        is_longer = tokens > cells.str.encode("utf-8", "replace").str.len()
+        if (
+            of == "response"
+            and is_longer.mean() > 0.5
+            and not matches(frame.columns, "response_part", "reasoning_text")
+        ):
+            fault = "more than the bytes"
+        if fault:
+            records.fault(rows[0], name, f"got {tokens[0]:g}, {fault} of {texts[0]}; if it is of tokens, {choose}")
 
     def _reasoning(self, frame: pd.DataFrame, at: int, parts: Sequence[str]) -> list[str]:
         """Texts of a record's reasoning that are not in its response."""

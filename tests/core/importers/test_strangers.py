@@ -297,6 +297,30 @@ def test_figures_of_lengths_that_exclude_each_other_are_refused(tmp_path, figure
         import_dump(jsonl(tmp_path / "b.jsonl", *steps[1:]))
 
 
+TEXTS = ["try " + " and ".join(str(37 * at) for at in range(num)) for num in range(3, 24, 3)]
+
+
+@pytest.mark.parametrize(
+    ("change", "facts"),
+    [
+        (lambda text: {"response": text, "output_len": len(text)}, ("output_len", 19, "characters", "response")),
+        (lambda text: {"response": text, "output_len": len(text.split())}, ("output_len", 6, "words", "response")),
+        (lambda text: {"response": text, "output_len": len(text) + 9}, ("output_len", 28, "bytes", "response")),
+        (lambda text: {"prompt": text, "input_len": len(text), "output_len": 9}, ("input_len", 19, "prompt")),
+        (lambda text: {"response": text, "output_len": len(text) // 4}, ()),
+        (lambda text: {"response": text[:9], "output_len": len(text)}, ()),
+        (lambda text: {"response": text, "output_len": len(text) + 9, "reasoning_tokens": len(text)}, ()),
+    ],
+)
+def test_lengths_of_texts_in_letters_or_words_are_refused(tmp_path, change, facts):
+    path = jsonl(tmp_path / "a.jsonl", *map(change, TEXTS))
+    if facts:
+        with refused(TraceError, naming=facts):
+            import_dump(path)
+    trace = import_dump(path, **({"column": "output_len"} if facts else {}))
+    check(trace, response_tokens=[change(text)["output_len"] for text in TEXTS])
+
+
 @pytest.mark.parametrize(("num", "turns", "is_read"), [(64, 2, True), (8, 2, False), (80, 2, False), (60, 7, True)])
 def test_responses_make_up_the_tokens_of_their_step(tmp_path, num, turns, is_read):
     step = {"step": 1, "response_length/mean": 200, "prompt_length/mean": 50, "perf/total_num_tokens": 250 * 64}
