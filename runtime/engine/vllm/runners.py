@@ -3,24 +3,22 @@
 An iteration of the V1 runner, in order, and the changes to each step:
 
     execute_model            no drafts to verify and none to make: speculation is hidden from the runner
-    sample_tokens            the same; a draft model falls behind by the tokens of this iteration
+    sample_tokens            the same
       _sample                no drafts to verify: ordinary sampling in place of rejection sampling
-      propose_draft_token_ids  timed; a draft model is skipped without drafts to make, and later catches up
+      propose_draft_token_ids  timed
     take_draft_token_ids     the seconds of drafting travel with the drafts
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from inspect import signature
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from . import guarded_call, has_option, missing, replaced, replacing
+from . import guarded_call, replaced, replacing
 
 if TYPE_CHECKING:
     from tltlab.runtime.engine.graphs import CapturedGraphs, Kind
@@ -29,15 +27,12 @@ if TYPE_CHECKING:
 def bypass_speculation() -> None:
     """Make the V1 runner run an iteration without drafts as an engine built without speculation does.
 
-    Stock vLLM gathers the logits of no drafts, samples by rejection, proposes and runs a draft model's first pass, in
-    all a quarter of an iteration of a small model. Here a draft model is skipped while no drafts are wanted and catches
-    up when drafts are. Stock behaviour stays for EAGLE heads, whose inputs are gone by then, under asynchronous
-    scheduling, without a policy, and for hybrid models (Mamba), whose states depend on the drafts. Sampled tokens do
-    not depend on any of this. After the first exception in this code the runner is stock vLLM's for good.
+    Stock vLLM gathers the logits of no drafts, samples by rejection and proposes. That stays where the workers draft,
+    whose network runs its first pass in each iteration, and for hybrid models (Mamba), whose states depend on the
+    drafts. Sampled tokens do not depend on any of this. After the first exception in this code the runner is stock
+    vLLM's for good.
     """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
-
-    arguments = signature(V1Runner.propose_draft_token_ids)
+    V1Runner, _ = model_runners()
 
     @replacing(V1Runner, "execute_model")
     def execute_model(stock, self, scheduler_output, *args, **kwargs):
@@ -60,153 +55,25 @@ def bypass_speculation() -> None:
         with nullcontext() if budgets is None else replaced(budgets, "in_spec_mode", False):
             return stock(self, logits, spec_decode_metadata if drafts else None)
 
-    @replacing(V1Runner, "propose_draft_token_ids")
-    def propose(stock, self, *args, **kwargs):
-        drafts = guarded_call(self, _skipped_drafts, self, lambda: arguments.bind(self, *args, **kwargs).arguments)
-        return stock(self, *args, **kwargs) if drafts is None else drafts
-
 
 def _begins_plain(runner, output) -> bool:
-    """True if the iteration that `output` schedules neither verifies drafts nor makes any."""
-    skipping = _skipping_of(runner)
-    skipping.update_requests(output)
-    skipping.plain = not output.scheduled_spec_decode_tokens and skipping.skips(output)
-    return skipping.plain
+    """True if the iteration that `output` schedules neither verifies drafts nor makes any in the runner."""
+    plain: bool = (
+        not output.scheduled_spec_decode_tokens
+        and isinstance(getattr(runner, "drafter", None), NoProposer)
+        and not runner.model_config.is_hybrid
+    )
+    runner.tltlab_plain = plain
+    return plain
 
 
 def _ends_plain(runner) -> bool:
     """True if the iteration under way is plain and has computed something."""
-    skipping = _skipping_of(runner)
-    plain = skipping.plain and runner.execute_model_state is not None
-    if plain:
-        skipping.note_missed(runner.input_batch)
-    return plain
+    return vars(runner).get("tltlab_plain", False) and runner.execute_model_state is not None
 
 
 def _has_drafts(metadata) -> bool:
     return metadata is not None and any(metadata.num_draft_tokens)
-
-
-def _skipped_drafts(runner, arguments: Callable[[], Mapping[str, Any]]) -> torch.Tensor | None:
-    """Return no drafts, shape (batch, 0), where a draft model is skipped; else None, after it has caught up."""
-    skipping = _skipping_of(runner)
-    if not skipping.of_draft_model:
-        return None
-    values = arguments()
-    if skipping.skips(values["scheduler_output"]):
-        skipping.note_missed(runner.input_batch)
-        return torch.empty((runner.input_batch.num_reqs, 0), dtype=torch.int64, device=runner.device)
-    skipping.catch_up(runner, values["common_attn_metadata"], values["hidden_states"], values["sampling_metadata"])
-    return None
-
-
-class SkippedDrafting:
-    """Iterations in which a runner's drafter is skipped, and the text that a draft model then has to catch up on.
-
-    `behind` maps a request to the first position whose keys and values the draft model lacks, for requests that were in
-    a skipped iteration. `plain`: the iteration under way neither verifies drafts nor makes any.
-    """
-
-    def __init__(self, runner):
-        drafter: Any = getattr(runner, "drafter", None)
-        can_skip = drafter is not None and not runner.model_config.is_hybrid
-        self.always = can_skip and isinstance(drafter, NoProposer)
-        self.of_draft_model = (
-            can_skip
-            and type(drafter).__name__ == "DraftModelProposer"
-            and has_option(runner.vllm_config, "policy")
-            and not missing("skipped draft models")
-            and not (runner.use_async_scheduling or drafter.parallel_drafting)
-            and not (runner.supports_mm_inputs or runner.uses_mrope)
-            and runner.parallel_config.data_parallel_size == 1
-        )
-        self.behind: dict[str, int] = {}
-        self.plain = False
-        self._has_skipped = False
-
-    def skips(self, output) -> bool:
-        """Return True if the drafter is skipped at the end of this iteration."""
-        return self.always or (self.of_draft_model and not output.num_spec_tokens_to_schedule)
-
-    def update_requests(self, output) -> None:
-        """Drop requests that have ended, and mark those that begin or resume: their cached blocks may lack drafts."""
-        if not self._has_skipped:
-            return
-        for name in output.finished_req_ids:
-            self.behind.pop(name, None)
-        # Cached blocks may have been computed while the draft model was skipped.
-        resumed = output.scheduled_cached_reqs.resumed_req_ids
-        self.behind.update(dict.fromkeys((*(r.req_id for r in output.scheduled_new_reqs), *resumed), 0))
-
-    def note_missed(self, batch) -> None:
-        """Record that the draft model lacks the tokens of this iteration."""
-        if not self.of_draft_model:
-            return
-        self._has_skipped = True
-        for name, computed in zip(batch.req_ids, batch.num_computed_tokens_cpu.tolist(), strict=False):
-            self.behind.setdefault(name, computed)
-
-    def catch_up(self, runner, common, hidden, sampling) -> None:
-        """Run the draft model over the tokens that it lacks: vLLM's own first pass, with no drafts to make."""
-        batch, drafter = runner.input_batch, runner.drafter
-        # A pass takes one more token of each request, the next one.
-        room = drafter.max_num_tokens
-        passes: list[list[tuple[int, int, int]]] = [[]]
-        for row, name in enumerate(batch.req_ids):
-            first, end = self.behind.pop(name, None), int(batch.num_computed_tokens_cpu[row])
-            while first is not None and first < end:
-                if room < 2:
-                    passes.append([])
-                    room = drafter.max_num_tokens
-                stop = min(end, first + room - 1)
-                passes[-1].append((row, first, stop))
-                room -= stop - first + 1
-                first = stop
-        for lacking in filter(None, passes):
-            rows, firsts, stops = np.array(lacking).T
-            starts = torch.from_numpy(np.concatenate([[0], np.cumsum(stops - firsts)]).astype(np.int32))
-            tokens, positions, following = (
-                torch.from_numpy(np.concatenate(parts)).to(runner.device)
-                for parts in (
-                    [batch.token_ids_cpu[row, first:stop] for row, first, stop in lacking],
-                    [np.arange(first, stop) for _, first, stop in lacking],
-                    [batch.token_ids_cpu[row, stop : stop + 1] for row, _, stop in lacking],
-                )
-            )
-            lengths = torch.from_numpy(stops.astype(np.int32))
-            metadata = common.replace(
-                query_start_loc=starts.to(runner.device),
-                query_start_loc_cpu=starts,
-                seq_lens=lengths.to(runner.device),
-                seq_lens_cpu_upper_bound=lengths,
-                num_reqs=len(rows),
-                num_actual_tokens=len(tokens),
-                max_query_len=int((stops - firsts).max()),
-                max_seq_len=int(stops.max()),
-                block_table_tensor=common.block_table_tensor[torch.from_numpy(rows).to(runner.device)],
-                slot_mapping=torch.zeros(len(tokens), dtype=torch.int64, device=runner.device),
-                positions=positions,
-                is_prefilling=torch.ones(len(rows), dtype=torch.bool),
-                _num_computed_tokens_cache=None,
-                _token_to_req_indices_cache=None,
-            )
-            drafter.propose(
-                num_speculative_tokens=0,
-                target_token_ids=tokens,
-                target_positions=positions,
-                target_hidden_states=hidden[:0],
-                next_token_ids=following,
-                token_indices_to_sample=None,
-                common_attn_metadata=metadata,
-                sampling_metadata=sampling,
-            )
-
-
-def _skipping_of(runner) -> SkippedDrafting:
-    skipping = runner.__dict__.get("tltlab_skipping")
-    if skipping is None:
-        skipping = runner.tltlab_skipping = SkippedDrafting(runner)
-    return cast(SkippedDrafting, skipping)
 
 
 class NoProposer:

@@ -4,11 +4,10 @@ from collections import Counter
 
 import pytest
 
-from tests.fakes.drafting import Script
 from tltlab.runtime.engine.vllm import runners
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.strategy import Strategy
 
-from ..asking import kept_and_refused, raising, request, requests, said_once, switching, texts
+from ..asking import raising, requests, said_once, switching, texts
 
 pytestmark = pytest.mark.engine
 
@@ -57,72 +56,12 @@ def test_only_iterations_that_verify_drafts_pay_for_them(cramped, called):
     assert called["asking"] == 0
 
 
-def off_then_on(off):
-    """No drafts for `off` iterations, then as deep as it goes for 10, again and again."""
-    return Script(*([NO_SPECULATION] * off + [Strategy.chain("learned", 4)] * 10) * 99)
-
-
-@pytest.fixture
-def attentive(roomy, good):
-    """The roomy engine with weights that attend to more than the last token, in target and draft model."""
-    weights = {name: value * 30 if "v_proj" in name else value for name, value in good.items()}
-    for number, given in enumerate((weights, good), start=1):
-        roomy.update_weights(given.items(), number)
-        roomy.update_draft_weights(given.items())
-        if given is weights:
-            yield roomy
-
-
-def refused(engine, *, off, rl_step, prompt_tokens=3, first=0):
-    """The share of drafts refused; greedily a drafter that is the target itself has none.
-
-    Prompts differ by `first`: blocks of the cache are used again, and would else hold just what is missing.
-    """
-    prompts = [([1, 4 + first + n, 5 + first, 7, 6 + n] * 40)[:prompt_tokens] for n in range(4)]
-    asked = [request(f"p{n}", 0, prompt, 100 - n, rl_step=rl_step) for n, prompt in enumerate(prompts)]
-    engine.set_policy(off_then_on(off))
-    kept, lost = kept_and_refused(engine.generate(asked, rl_step=rl_step, temperature=0.0))
-    assert kept
-    return lost / (kept + lost)
-
-
-def test_draft_model_is_as_good_after_rest(attentive, monkeypatch):
-    _, runner = executor_and_runner(attentive)
-    passes = []
-    forward = runner.drafter.model.forward
-    monkeypatch.setattr(runner.drafter.model, "forward", lambda *a, **k: (passes.append(1), forward(*a, **k))[1])
-    attentive.set_policy(None)
-    attentive.generate(requests(4, 30), rl_step=0, temperature=1.0)
-    assert passes == []
-    attentive.llm.reset_prefix_cache()
-    always = refused(attentive, off=0, rl_step=1)
-    assert refused(attentive, off=30, rl_step=2, first=4) <= always + 0.01
-    monkeypatch.setattr(type(runner.tltlab_skipping), "catch_up", lambda *args: None)
-    assert refused(attentive, off=30, rl_step=3, first=8) > always + 0.2
-
-
-def test_it_tracks_the_cache_while_skipped(attentive):
-    attentive.llm.reset_prefix_cache()
-    always = refused(attentive, off=0, rl_step=0, prompt_tokens=150)
-    attentive.llm.reset_prefix_cache()
-    refused(attentive, off=20, rl_step=1, prompt_tokens=150)
-    assert refused(attentive, off=0, rl_step=2, prompt_tokens=150) <= always + 0.01
-
-
-def test_it_catches_up_in_fitting_passes(attentive, monkeypatch):
-    _, runner = executor_and_runner(attentive)
-    attentive.llm.reset_prefix_cache()
-    always = refused(attentive, off=0, rl_step=0)
-    monkeypatch.setattr(runner.drafter, "max_num_tokens", 50)
-    assert refused(attentive, off=30, rl_step=1, first=4) <= always + 0.01
-
-
 @pytest.fixture
 def runner(roomy):
     """The roomy engine's, which is as it was afterwards."""
     _, runner = executor_and_runner(roomy)
     yield runner
-    for name in ("tltlab_guard", "tltlab_skipping", "tltlab_stopwatch"):
+    for name in ("tltlab_guard", "tltlab_stopwatch"):
         vars(runner).pop(name, None)
     roomy.llm.reset_prefix_cache()
 
@@ -130,17 +69,16 @@ def runner(roomy):
 @pytest.mark.parametrize(
     "part",
     [
-        "_skipping_of", "SkippedDrafting.update_requests", "SkippedDrafting.skips", "SkippedDrafting.note_missed",
-        "SkippedDrafting.catch_up", "_has_drafts",
+        "_begins_plain", "_ends_plain", "_has_drafts",
         "_DeviceStopwatch.start", "_DeviceStopwatch.stop", "_DeviceStopwatch.read", "_time_speculator",
     ],
 )  # fmt: skip
 def test_runner_errors_are_reported_once(roomy, runner, part, monkeypatch, caplog):
     roomy.set_policy(None)
     plain = roomy.generate(requests(3, 40), rl_step=0, temperature=0.0)
-    roomy.set_policy(off_then_on(6))
+    roomy.set_policy(switching(Strategy.chain("learned", 4), hold_iterations=6))
     *owner, name = part.split(".")
-    # In the middle: a draft model has rested already, and is behind.
+    # In the middle.
     times = iter(range(100))
     where = getattr(runners, owner[0]) if owner else runners
     stock = getattr(where, name)
