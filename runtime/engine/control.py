@@ -17,7 +17,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import compress
 from typing import cast
 
 import numpy as np
@@ -83,10 +82,6 @@ class Control:
         # Number of requests that allow no drafts for any request in the batch.
         self.draftless = 0
         self._turn = 0
-        # Lower bound of `_room` over all requests.
-        self._least_room = 0
-        # Ids, positions and requests of the last batch, if all its requests have output.
-        self._batch_places: tuple[Sequence[str], list[int], list[LiveRequest]] | None = None
         self._sampled = SampledTokens()
         self.alarm = Alarm(notify)
 
@@ -104,7 +99,6 @@ class Control:
             selector.drafts_with(self.drafters.registry)
             refuse_needs(selector)
             self.driver.take(selector, budget)
-            self._batch_places, self._least_room = None, 0
         self.guard.failure = ""
 
     @property
@@ -116,7 +110,6 @@ class Control:
         """Draft nothing more, so that running requests complete."""
         self.drafters.use([NO_SPECULATION], self.live.values())
         self.driver.take(None)
-        self._batch_places, self._least_room = None, 0
 
     def remember(self, responses: Sequence[ResponseTokens]) -> None:
         """Add responses of other workers, (key, prompt, response) each, to drafters and budget."""
@@ -204,8 +197,6 @@ class Control:
         )
         self.live[name] = self.by_key[key] = self.waiting[name] = live
         self.draftless += drafting == "none beside"
-        self._least_room = min(self._least_room, self._room(live))
-        self._batch_places = None
         self.drafters.open(live)
         for observer in self.observers:
             observer.arrived(live)
@@ -225,7 +216,6 @@ class Control:
         """
         self.settle()
         live = self.live.pop(name, None)
-        self._batch_places = None
         if live is None:
             return None
         self.by_key.pop(live.key, None)
@@ -257,7 +247,6 @@ class Control:
     def iteration_starts(self) -> None:
         """Note that the scheduler begins to assemble an iteration, which ends the previous one."""
         self._turn += 1
-        self._least_room -= self.drafters.max_depth + 1
         with self.inside:
             self.tracker.start()
 
@@ -309,21 +298,12 @@ class Control:
         strategy = self.tracker.in_force.strategy
         return strategy.reach if self.drafters.asks_host(strategy) else self.drafters.worker_depth(strategy)
 
-    @property
-    def drafts_fit(self) -> bool:
-        """True if no draft of the active strategy needs trimming, by the budget or by a request's length limit."""
-        return self._least_room >= self.tracker.in_force.strategy.reach and isinstance(
-            self.driver.budget, UniformBudget
-        )
-
     def allot(self, request_ids: Sequence[str]) -> list[int]:
         """Allot tokens to the next draft of each request: its share of the budget, within its length limit."""
         with self.inside:
             lives = [self.live[i] for i in request_ids]
             with self.deciding:
                 shares = self._shares(self.tracker.in_force.strategy, lives)
-            # Over all requests, since others may draft next; less the tokens of a batch that may be in flight.
-            self._least_room = min(map(self._room, self.live.values()), default=0) - self.drafters.max_depth - 1
             return [min(share, self._room(live)) for share, live in zip(shares, lives, strict=True)]
 
     def _shares(self, strategy: Strategy, lives: Sequence[LiveRequest]) -> list[int]:
@@ -398,24 +378,19 @@ class Control:
 
     def _draft_orders(self, request_ids: Sequence[str], strategy: Strategy) -> _DraftOrders:
         """Requests to draft for, and the tokens allotted to each."""
-        if self._batch_places is not None and self._batch_places[0] is request_ids:
-            _, places, lives = self._batch_places
-        else:
-            places, lives = [], []
-            for n, live in enumerate(map(self.live.get, request_ids)):
-                if live is not None and live.output and self._drafts_for(live):
-                    places.append(n)
-                    lives.append(live)
-            # Valid until a request enters or leaves.
-            self._batch_places = (request_ids, places, lives) if len(lives) == len(request_ids) else None
-        rooms = [live.max_response_tokens - len(live.output) - 1 for live in lives]
+        found = enumerate(map(self.live.get, request_ids))
+        asked = [(n, live) for n, live in found if live is not None and live.output and self._drafts_for(live)]
         with self.deciding:
-            shares = self._shares(strategy, lives)
-        shares = [share if share < room else max(room, 0) for share, room in zip(shares, rooms, strict=True)]
-        if not all(shares):
-            places, lives = list(compress(places, shares)), list(compress(lives, shares))
-            shares = [share for share in shares if share]
-        return places, lives, [(live.key, share) for live, share in zip(lives, shares, strict=True)]
+            shares = self._shares(strategy, [live for _, live in asked])
+        places: list[int] = []
+        lives: list[LiveRequest] = []
+        depths: list[tuple[Key, int]] = []
+        for (n, live), share in zip(asked, shares, strict=True):
+            if depth := min(share, self._room(live)):
+                places.append(n)
+                lives.append(live)
+                depths.append((live.key, depth))
+        return places, lives, depths
 
     def sampled(self, counts: Sequence[int]) -> Iteration:
         """Process and return the oldest iteration in flight: each request's new tokens, accepted ones included."""

@@ -686,7 +686,7 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
-        if self._num_places and not self.control.drafts_fit:
+        if self._num_places:
             self.guard.call(self._trim, scheduler_output)
 
     def _trim(self, scheduler_output: SchedulerOutput) -> None:
