@@ -345,11 +345,11 @@ class Control:
         self.tracker.drafted(since_s, learned_s or 0.0, late_s)
         return drafts
 
-    def late_drafts(self, wait: Callable[[], Ahead], places: Mapping[str, int]) -> dict[str, list[int]]:
-        """Return drafts for the iteration scheduled last, of at most `places` tokens for each of its requests.
+    def late_drafts(self, wait: Callable[[], Ahead], places: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+        """Return drafts for the iteration scheduled last, no longer than the `places` for them.
 
-        `wait` returns each request's tokens of the iteration before, which are in no output yet, without requests that
-        end with them. A draft that the workers have made is [-1, ...]; there is none where they make all.
+        `wait` returns requests that have such places, and tokens of the iteration before that are in no output yet;
+        none that end with these. A draft that the workers have made is [-1, ...]; there is none where they make all.
         """
         iteration = self.tracker.in_flight[-1]
         strategy = iteration.verified.strategy
@@ -362,15 +362,14 @@ class Control:
         ahead = wait()
         with self.drafting:
             # From here on the device waits.
-            self.drafters.show(strategy, self.live.values(), ahead)
+            self.drafters.show(strategy, ahead)
             depths: list[tuple[Key, int]] = []
             names: list[str] = []
-            for name, tokens in ahead.items():
-                if (live := self.live.get(name)) is not None:
-                    room = live.max_response_tokens - len(live.output) - len(tokens) - 1
-                    if room > 0:
-                        depths.append((live.key, min(places[name], room)))
-                        names.append(name)
+            for live, tokens in ahead:
+                room = live.max_response_tokens - len(live.output) - len(tokens) - 1
+                if (depth := min(len(places[live.name]), room)) > 0:
+                    depths.append((live.key, depth))
+                    names.append(live.name)
             makers, made = self.drafters.propose(strategy, depths, [[-1] * depth for _, depth in depths])
         drafts = {name: draft for name, draft in zip(names, made, strict=True) if draft}
         iteration.drafts, iteration.drafters = drafts, dict(zip(names, makers, strict=True))

@@ -31,10 +31,8 @@ from .tracker import Clock
 ResponseTokens = tuple[Key, Sequence[int], Sequence[int]]
 """A key, the tokens of its prompt and the tokens of its response so far."""
 
-Ahead = Mapping[str, Sequence[int]]
-"""By request name, tokens that it has and that are not in its output yet."""
-
-NOTHING_AHEAD: Ahead = {}
+Ahead = Sequence[tuple[LiveRequest, Sequence[int]]]
+"""Requests, each with the tokens that it has and that are not in its output yet."""
 
 AT_ONCE = 32
 """Most tokens that a drafter puts in while a device waits for its drafts, if it can draft without them."""
@@ -85,15 +83,19 @@ class _Feed:
         live.shown[self.name] = 0
         self.drafter.open(live.key, live.prompt)
 
-    def feed(self, lives: Iterable[LiveRequest], ahead: Ahead = NOTHING_AHEAD) -> None:
-        """Show the drafter what requests have generated since, tokens `ahead` of their output included."""
+    def feed(self, lives: Iterable[LiveRequest]) -> None:
+        """Show the drafter what requests have generated since."""
         for live in lives:
-            shown, new = live.shown[self.name], live.output[live.shown[self.name] :]
-            if more := ahead.get(live.name):
-                new = [*new, *more[max(shown - len(live.output), 0) :]]
-            if new:
+            if new := live.output[live.shown[self.name] :]:
                 self.drafter.extend(live.key, new)
-                live.shown[self.name] = shown + len(new)
+                live.shown[self.name] += len(new)
+
+    def show(self, ahead: Ahead) -> None:
+        """Show the drafter tokens `ahead` of outputs, all of which it was fed."""
+        for live, tokens in ahead:
+            if new := tokens[max(live.shown[self.name] - len(live.output), 0) :]:
+                self.drafter.extend(live.key, new)
+                live.shown[self.name] += len(new)
 
     def close(self, live: LiveRequest) -> None:
         """End a request; the rest of its text is shown first."""
@@ -234,12 +236,12 @@ class DrafterPool(Mapping[str, DrafterState]):
         """Return True if drafts of `strategy` may be made here in the present state."""
         return strategy.speculates and bool(self._candidates(strategy.drafter))
 
-    def show(self, strategy: Strategy, lives: Collection[LiveRequest], ahead: Ahead) -> None:
+    def show(self, strategy: Strategy, ahead: Ahead) -> None:
         """Show the drafters that `strategy` may ask tokens `ahead` of outputs, which they may look up later."""
-        many = sum(map(len, ahead.values())) > AT_ONCE
+        many = sum(len(tokens) for _, tokens in ahead) > AT_ONCE
         for name in self._candidates(strategy.drafter):
             feed = self._drafter_feeds[name]
-            feed.feed(lives, ahead)
+            feed.show(ahead)
             if many and feed.drafter.drafts_behind:
                 feed.drafter.catch_up(0)
 

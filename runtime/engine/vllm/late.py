@@ -3,6 +3,7 @@
     schedule             reserves places for drafts, -1 each, while the iteration before runs
     execute_model        the V1 runner prepares its inputs
       _model_forward     waits for the tokens of the iteration before, has drafts made, and fills the places with them
+                         while the model runs, the host's copies are written
     sample_tokens        a draft shorter than its places ends there: what was sampled behind it is removed
       _bookkeeping_sync  the last tokens stay on the device, as a drafter on the device leaves them
 
@@ -13,11 +14,13 @@ iteration is sent there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 
+from tltlab.arrays import Array
 from tltlab.errors import ConfigError
 
 from . import attached, missing, replaced, replacing
@@ -39,7 +42,8 @@ class LateDrafts:
         self._output: Any = None
         self._metadata: Any = None
         self._by_workers = False
-        self._kept: list[int] | None = None
+        self._kept: Array | None = None
+        self._drafts: Mapping[str, list[int]] = {}
 
     def begin(self, output, *_) -> None:
         """Note an iteration that begins, and make vLLM put zeros into places for which the workers made no drafts."""
@@ -68,44 +72,43 @@ class LateDrafts:
         if metadata is None or output is None or not output.scheduled_spec_decode_tokens:
             return
         where = metadata.logits_indices[metadata.target_logits_indices + 1].long()
+        counts = np.array(metadata.num_draft_tokens)
+        ends = np.append(0, counts.cumsum())
         if self.ask is not None:
             self.ask(output)
-        batch, drafts = runner.input_batch, output.scheduled_spec_decode_tokens
-        places: list[int] = []
-        tokens: list[int] = []
-        kept: list[int] = []
-        first = 0
-        for row, (name, num) in enumerate(zip(batch.req_ids, metadata.num_draft_tokens, strict=True)):
-            draft = drafts.get(name, ())
-            if num and not (self._by_workers and draft[0] < 0):
-                own = num if draft[-1] >= 0 else draft.index(-1)
-                places.extend(range(first, first + num))
-                tokens += draft[:own]
-                tokens += [0] * (num - own)
-                # Penalties are computed with these.
-                batch.spec_token_ids[row][:] = tokens[-num:]
-                kept.append(own)
-            else:
-                kept.append(num)
-            first += num
-        if not places:
+        names, drafts = runner.input_batch.req_ids, output.scheduled_spec_decode_tokens
+        tokens = np.array([token for name in names for token in drafts.get(name, ())], np.int32)
+        kept = np.diff(np.append(0, (tokens >= 0).cumsum())[ends])
+        own = (kept > 0) | (not self._by_workers)
+        places = np.flatnonzero(own.repeat(counts))
+        if not len(places):
             return
         # On the stream of the forward pass, before it.
-        values = self._on_device(tokens)
-        if len(places) == first:
+        values = self._on_device(tokens[places].clip(0))
+        if len(places) == len(tokens):
             metadata.draft_token_ids.copy_(values)
         else:
             at = self._on_device(places)
             metadata.draft_token_ids[at], where = values, where[at]
         runner.input_ids.gpu[where] = values
-        self._kept = kept if kept != metadata.num_draft_tokens else None
+        self._drafts, kept = drafts, np.where(own, kept, counts)
+        self._kept = kept if (kept < counts).any() else None
+
+    def write(self, _) -> None:
+        """Write drafts to the host's copies, by which vLLM computes penalties and validates by grammars."""
+        runner, drafts, self._drafts = self._runner, self._drafts, {}
+        if not drafts:
+            return
+        index: Mapping[str, int] = {}
         if self._by_workers and runner._draft_token_req_ids is not None:
-            # The host's copy of the workers' drafts, by which vLLM computes penalties and validates by grammars.
             runner.draft_token_ids_event.synchronize()
             index = {name: row for row, name in enumerate(runner._draft_token_req_ids)}
-            for row, name in enumerate(batch.req_ids):
-                if name in index and drafts.get(name, (-1,))[0] >= 0:
-                    filled = batch.spec_token_ids[row]
+        for row, name in enumerate(runner.input_batch.req_ids):
+            draft = drafts.get(name)
+            if draft and not (self._by_workers and draft[0] < 0):
+                filled = runner.input_batch.spec_token_ids[row]
+                filled[:] = [max(token, 0) for token in draft]
+                if name in index:
                     runner.draft_token_ids_cpu[index[name], : len(filled)] = torch.tensor(filled)
 
     def cut(self, output) -> None:
@@ -125,10 +128,9 @@ class LateDrafts:
         last = sampled.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
         runner._copy_valid_sampled_token_count(last, counts.int())
 
-    def _on_device(self, numbers: list[int]) -> torch.Tensor:
-        device: torch.device = self._runner.device
-        pinned = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
-        return pinned.to(device, non_blocking=True)
+    def _on_device(self, numbers: Array) -> torch.Tensor:
+        tensor, device = torch.from_numpy(numbers), self._runner.device
+        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def schedule_host_drafts() -> None:
@@ -175,7 +177,7 @@ def take_late_drafts() -> None:
                 after(late, result)
             return result
 
-    around("execute_model", LateDrafts.begin)
+    around("execute_model", LateDrafts.begin, LateDrafts.write)
     around("_calc_spec_decode_metadata", after=LateDrafts.found)
     around("_model_forward", LateDrafts.fill)
     around("_sample", after=LateDrafts.cut)

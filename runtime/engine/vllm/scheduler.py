@@ -12,7 +12,7 @@ user's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cache, partial, wraps
@@ -37,6 +37,7 @@ from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.runtime.engine.control import Control
+from tltlab.runtime.engine.drafter_pool import Ahead
 from tltlab.runtime.engine.environment import hardware
 from tltlab.runtime.engine.guard import FAULTS, Guard
 from tltlab.runtime.engine.recording import BRINGS_WEIGHTS, LiveRecording, Newest
@@ -656,24 +657,22 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
 
     def _fill(self, places: dict[str, list[int]]) -> None:
         """Name the drafts of the iteration scheduled last in its `places`."""
-        made = self.control.late_drafts(
-            partial(self._ahead, places), {name: len(each) for name, each in places.items()}
-        )
+        made = self.control.late_drafts(partial(self._ahead, places), places)
         for name, draft in made.items():
             places[name] = draft + [-1] * (len(places[name]) - len(draft))
 
-    def _ahead(self, names: Iterable[str]) -> dict[str, Sequence[int]]:
-        """Wait for the iteration before the last; return its tokens of requests that go on after them."""
+    def _ahead(self, names: Container[str]) -> Ahead:
+        """Wait for the iteration before the last; return its tokens of requests among `names` that go on after them."""
         output = self._queue[0][0].result() if self._queue else None
         sampled, index = (output.sampled_token_ids, output.req_id_to_index) if output is not None else ([], {})
-        ahead: dict[str, Sequence[int]] = {}
-        for name in names:
-            new = sampled[index[name]] if sampled and name in index else ()
-            live = self.control.live.get(name)
-            if live is None or not live.ends.isdisjoint(new):
+        ahead: list[tuple[LiveRequest, list[int]]] = []
+        for live in self.control.live.values():
+            if live.name not in names:
                 continue
-            if self._stops is None or not self._stops.completed(self.requests[name], new):
-                ahead[name] = new
+            new = sampled[index[live.name]] if sampled and live.name in index else []
+            ends = not live.ends.isdisjoint(new)
+            if not ends and (self._stops is None or not self._stops.completed(self.requests[live.name], new)):
+                ahead.append((live, new))
         return ahead
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput):
