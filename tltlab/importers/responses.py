@@ -676,9 +676,9 @@ class Reader:
         letters, choose = cells.str.len(), BY_OPTION.format(f"--column {self.used['response_tokens']}")
         if letters.nunique() < _ENOUGH_TEXTS:
             return
-        units = {"characters": tokens == letters, "words": tokens == cells.str.split().str.len()}
+        units = {"characters": tokens == letters, "words": tokens == cells.str.count(r"\S+")}
         fault = next((f"the number of {unit}" for unit, are_equal in units.items() if are_equal.all()), "")
-        is_longer = tokens > cells.str.encode("utf-8", "replace").str.len()
+        is_longer = tokens > cells.str.encode("utf-8", "replace").map(len, na_action="ignore")
         if (
             of == "response"
             and is_longer.mean() > 0.5
