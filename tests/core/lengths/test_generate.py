@@ -114,11 +114,6 @@ def test_drawn_lengths_have_the_models_quantiles(model):
     assert model.cap_mass() == pytest.approx(0.07, abs=0.001)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 0.9, 1.0])
-def test_drawn_log_lengths_have_the_prompt_share(share):
-    assert metrics.prompt_share(draw(lognormal(2000, 0.8, share), prompts=1500)) == pytest.approx(share, abs=0.03)
-
-
 @pytest.mark.parametrize("num_prompts", [None, 12])
 def test_a_longer_trace_begins_with_a_shorter_one(num_prompts):
     short, long = (draw(HEAVY, steps=n, prompts=5, num_prompts=num_prompts) for n in (4, 7))
@@ -233,13 +228,6 @@ def test_an_aborted_response_is_a_lower_bound():
     assert outcomes["response_tokens"].median() < 1600
     assert found.quantile(0.5) == pytest.approx(2000, rel=0.06)
     assert found.quantile(0.75) == pytest.approx(model.quantile(0.75), rel=0.08)
-
-
-def test_one_sample_per_prompt_gives_no_share():
-    trace = draw(HEAVY, group=1)
-    with refused(ConfigError):
-        fit_lengths(trace)
-    assert fit_lengths(trace, prompt_share=0.9).prompt_share == 0.9
 
 
 def test_lengths_that_are_all_same_can_be_fitted():

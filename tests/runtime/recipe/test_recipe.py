@@ -222,4 +222,6 @@ def test_an_override_is_no_permission(tmp_path):
     write_json(tmp_path / "run.json", {"recipe": RESUMED})
     with refused(ConfigError, naming=("--allow-code",)):
         resumed_recipe(tmp_path, ["reward=mine:reward"])
+    with refused(ConfigError, naming=("run.json",)):
+        resumed_recipe(tmp_path / "none")
     assert resumed_recipe(tmp_path, ["reward=mine:reward"], ["mine"]).code == (str(tmp_path / "code"), os.getcwd())

@@ -253,15 +253,6 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume(
     assert f"--resume {run} --allow-code=parity train.steps=10" in out
 
 
-def test_another_seed_is_not_resumed(fixed, tmp_path):
-    run = killed(fixed, tmp_path)
-    with refused(ConfigError, naming=("seed",)):
-        train(resumed_recipe(run, ["seed=7"], ["parity"]), run, resume=True)
-    assert len(tltlab.read(run / "trace").rl_steps) == STEPS
-    with refused(ConfigError, naming=("run.json",)):
-        resumed_recipe(tmp_path / "none")
-
-
 def test_only_one_process_resumes_a_run(fixed, tmp_path):
     run = killed(fixed, tmp_path)
     before = files(run)
