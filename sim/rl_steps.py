@@ -18,7 +18,6 @@ import simpy
 from tltlab.arrays import Floats
 from tltlab.costs.stages import STAGES, StageCosts, served_s
 from tltlab.errors import ConfigError
-from tltlab.options import check, option
 from tltlab.planning.dispatch import stage_left
 from tltlab.records import Json, frozen
 from tltlab.sim.engine.record import SimulatedRollout
@@ -45,13 +44,10 @@ class Pools:
 class Colocated:
     """All GPUs roll out, then compute log-probs, train and sync in turn, as in VeRL and TLT."""
 
-    gpus_per_worker: int = option("GPUs of a worker.", 1, min=1)
+    gpus_per_worker: int = 1
 
     name = "colocated"
     max_staleness = 0
-
-    def __post_init__(self) -> None:
-        check(self)
 
     def pools(self, num_workers: int, stages: StageCosts) -> Pools:
         num_gpus = num_workers * self.gpus_per_worker
@@ -72,14 +68,11 @@ class Separate:
     to what the stage costs are for, else to as many as generate.
     """
 
-    gpus_per_worker: int = option("GPUs of a worker.", 1, min=1)
-    train_gpus: int | None = option("GPUs that train.", min=1)
-    max_staleness: int = option("Updates that a rollout's weights may lag behind.", 0, min=0)
+    gpus_per_worker: int = 1
+    train_gpus: int | None = None
+    max_staleness: int = 0
 
     name = "separate"
-
-    def __post_init__(self) -> None:
-        check(self)
 
     def pools(self, num_workers: int, stages: StageCosts) -> Pools:
         rollout_gpus = num_workers * self.gpus_per_worker
@@ -94,19 +87,6 @@ class Separate:
 
 Topology = Colocated | Separate
 """GPUs that do what, and how many updates the weights of a rollout may lag behind."""
-
-
-def load_topology(name: str, *, gpus_per_worker: int = 1, max_staleness: int = 0) -> Topology:
-    """A topology by its name, `colocated` or `separate`; ConfigError for another and for what it does not take."""
-    if name == Separate.name:
-        return Separate(gpus_per_worker=gpus_per_worker, max_staleness=max_staleness)
-    if name != Colocated.name:
-        raise ConfigError(f"no topology named {name!r}; there are {Colocated.name}, {Separate.name}")
-    if max_staleness:
-        raise ConfigError(
-            "colocated GPUs train themselves and never overlap: train_gpus and max_staleness need separate"
-        )
-    return Colocated(gpus_per_worker=gpus_per_worker)
 
 
 @frozen

@@ -132,17 +132,16 @@ def recipe_of(
     policy: Path | None,
     drafter: DrafterConfig | None,
     train: Path | None = None,
-    repeat_every: int = 0,
-    system: str | None = None,
+    **rollout: Any,
 ) -> Recipe:
     """Return a recipe of a run on a folder of `tltlab make-model`; `train` replaces its prompts.
 
-    A `system` decides on drafts itself. Without it and without a policy there is no speculation.
+    `rollout` are further settings of its rollouts. Without a policy there is no speculation.
     """
     report = read_json(model / "report.json")
     if not isinstance(report, Mapping) or "reward" not in report:
         raise ConfigError(f"{model / 'report.json'} names no reward: the benchmark takes a folder of tltlab make-model")
-    drafting: Json = {"max_draft_depth": sizes.draft_depth if policy else 0, "policy": str(policy or "none")}
+    drafting: Json = {"max_draft_depth": sizes.draft_depth, "policy": str(policy)} if policy else {}
     return Recipe(
         model=str(model),
         reward=report["reward"],
@@ -152,9 +151,8 @@ def recipe_of(
             prompts_per_step=sizes.prompts_per_step,
             group_size=sizes.group_size,
             max_response_tokens=sizes.max_response_tokens,
-            repeat_every=repeat_every,
             vllm={"max_num_seqs": max(sizes.prompts_per_step * sizes.group_size // sizes.workers, 1) + 1},
-            **({"system": system} if system else drafting),
+            **drafting | rollout,
         ),
         train=TrainConfig(steps=sizes.steps),
         drafter=drafter,

@@ -21,7 +21,7 @@ from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim.config import SimulationConfig, Source
 from tltlab.sim.printed import summary_lines
-from tltlab.sim.rl_steps import load_topology
+from tltlab.sim.rl_steps import Colocated, Separate, Topology
 from tltlab.sim.rl_steps import summary as whole_steps
 from tltlab.sim.scenario import Scenario, policy_name
 from tltlab.sim.study.sample import Scenarios
@@ -51,7 +51,9 @@ def simulate(
     gpus_per_worker: int | None = option(
         "With --stages: GPUs of a rollout worker. [default: the costs' tp, else 1]", min=1
     ),
-    max_staleness: int = option("With --topology separate: rollouts may run on weights that many updates old.", 0),
+    max_staleness: int = option(
+        "With --topology separate: rollouts may run on weights that many updates old.", 0, min=0
+    ),
     allow_code: list[str] | None = ALLOW_CODE_OPTION,
 ) -> None:
     """Replay a trace's responses under a policy, a cost model and a placement.
@@ -86,7 +88,13 @@ def simulate(
             chosen = choose_policy(policy, strategy, sd_threshold, drafter)
         scenario = Scenario.of(source, config)
         gpus = gpus_per_worker or scenario.costs.tensor_parallel
-        placed = load_topology(topology or "colocated", gpus_per_worker=gpus, max_staleness=max_staleness)
+        placed: Topology = Colocated(gpus_per_worker=gpus)
+        if topology == Separate.name:
+            placed = Separate(gpus_per_worker=gpus, max_staleness=max_staleness)
+        elif topology not in (None, Colocated.name):
+            raise ConfigError(f"no topology named {topology!r}; there are {Colocated.name}, {Separate.name}")
+        elif max_staleness:
+            raise ConfigError("--max-staleness: colocated GPUs never overlap, it needs --topology separate")
         cell = Cell(
             name=policy_name(chosen), policy=chosen, scenario=scenario, stages=priced, topology=placed,
             manifest=source.manifest,

@@ -21,7 +21,7 @@ from tltlab.costs.stages import (
 )
 from tltlab.errors import ConfigError
 from tltlab.sim import simulate
-from tltlab.sim.rl_steps import Colocated, Pools, Separate, load_topology, run_steps, summary
+from tltlab.sim.rl_steps import Colocated, Pools, Separate, run_steps, summary
 from tltlab.traces import metrics
 from tltlab.traces.lanes import lanes
 from tltlab.traces.trace import read
@@ -300,19 +300,3 @@ EMPTY.rollouts[0].requests.rows = EMPTY.rollouts[0].requests.rows.iloc[:0]
 def test_what_cannot_be_run_is_refused(simulated, stages, options, naming):
     with refused(ConfigError, naming=naming):
         run_steps(simulated, stages, **options)
-
-
-@pytest.mark.parametrize(
-    ("topology", "naming"),
-    [
-        (lambda: load_topology("separate", max_staleness=-1), ("max_staleness", "-1")),
-        (lambda: load_topology("separate", gpus_per_worker=0), ("gpus_per_worker",)),
-        (lambda: load_topology("colocated", gpus_per_worker=0), ("gpus_per_worker",)),
-        (lambda: load_topology("colocated", max_staleness=1), ("separate",)),
-        (lambda: load_topology("hybrid"), ("hybrid",)),
-        (lambda: Separate(train_gpus=0), ("train_gpus",)),
-    ],
-)
-def test_impossible_topologies_are_refused(topology, naming):
-    with refused(ConfigError, naming=naming):
-        topology()

@@ -271,6 +271,8 @@ def test_the_command_prints_the_summary(tmp_path, capsys, as_json):
         ({"model": "Qwen2.5-7B", "workers": 2}, ("--model Qwen2.5-7B", "--workers")),
         ({"rl_steps": "5:9"}, ()),
         ({"topology": "separate"}, ("--stages",)),
+        ({"stages": "cpu-small", "max_staleness": 1}, ("--max-staleness", "separate")),
+        ({"stages": "cpu-small", "topology": "hybrid"}, ("hybrid",)),
         ({"gpus_per_worker": 4}, ("--stages",)),
         ({"max_staleness": 1}, ("--stages",)),
     ],

@@ -128,5 +128,5 @@ def test_given_sizes_change_the_recipes(random_model, tmp_path):
     model.mkdir()
     (model / "report.json").write_text('{"reward": "tltlab.runtime.models.tasks:gcd_reward"}')
     plain = recipe_of(model, sizes, seed=4, policy=None, drafter=None)
-    assert (plain.rollout.policy, plain.rollout.max_draft_depth, plain.seed) == ("none", 0, 4)
+    assert (plain.rollout.policy, plain.seed) == ("none", 4)
     assert plain.data == DataConfig(train=str(model / "train.jsonl"), heldout=str(model / "heldout.jsonl"))
