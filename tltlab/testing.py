@@ -368,7 +368,7 @@ def check_planner(source: Callable[[], RolloutPlanner] | RolloutPlanner) -> None
     planner = _part(source, RolloutPlanner)
     costs = load_costs("cpu-small")
     shapes = [Shape(engines=4, gpus=1), Shape(engines=1, gpus=4)]
-    engines = {shape: EngineCosts(shape, costs, [NO_SPECULATION], lambda strategy, batch: 1.0) for shape in shapes}
+    engines = {shape: EngineCosts(shape, costs) for shape in shapes}
     for num in (0, 1, 5, 40):
         keys = [(1, f"p{i // 4}", i % 4, 0) for i in range(num)]
         for begun, known in ((False, {}), (True, dict(list(engines.items())[:1])), (True, engines)):

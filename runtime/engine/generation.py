@@ -98,8 +98,8 @@ class Rollout:
     after the others. `notes` are messages for the user.
 
     Where a planner moves requests, `asked` are those that the responses answer, in place of those that the worker was
-    given. `moves` are the gathers of the rollout, (start, seconds, requests) each; `lent` are iterations of engines of
-    another shape that ran on this worker's GPUs too.
+    given. `moves` are the gathers of the rollout, (start, seconds, requests, shape) each; `lent` are iterations of
+    engines of another shape that ran on this worker's GPUs too. The first part has the rows of `plans`.
     """
 
     responses: list[GenerationResponse]
@@ -112,7 +112,8 @@ class Rollout:
     follow_ups: list[GenerationRequest] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     asked: list[GenerationRequest] | None = None
-    moves: tuple[tuple[float, float, int], ...] = ()
+    moves: tuple[tuple[float, float, int, str], ...] = ()
+    plans: list[Any] = field(default_factory=list)
     lent: list[Any] = field(default_factory=list)
 
 

@@ -2,7 +2,6 @@
 
 from tltlab.costs.load import load_costs
 from tltlab.planning.rollout import EngineCosts, Shape
-from tltlab.strategy import NO_SPECULATION
 
 from .recipe import Recipe, pass_costs
 from .sections import Sections
@@ -34,7 +33,4 @@ def costs_of_shapes(recipe: Recipe) -> dict[Shape, EngineCosts]:
     most = {"max_num_seqs": rollout.vllm["max_num_seqs"]} if "max_num_seqs" in rollout.vllm else {}
     modelled = (pass_costs(recipe, shape.gpus, "rollout.planner").model_copy(update=most) for shape in shapes)
     known = list(given) or list(modelled)
-    return {
-        shape: EngineCosts(shape, costs, [NO_SPECULATION], lambda strategy, batch: 1.0, SWITCH_S)
-        for shape, costs in zip(shapes, known, strict=True)
-    }
+    return {shape: EngineCosts(shape, costs, switch_s=SWITCH_S) for shape, costs in zip(shapes, known, strict=True)}

@@ -434,7 +434,8 @@ def joined(part: Rollout, new: Rollout, start_s: float) -> Rollout:
         policy_s=part.policy_s + new.policy_s,
         drafting_s=part.drafting_s + new.drafting_s,
         asked=new.asked,
-        moves=(*part.moves, *((since_s + start_s, seconds, num) for since_s, seconds, num in new.moves)),
+        moves=(*part.moves, *((move[0] + start_s, *move[1:]) for move in new.moves)),
+        plans=[*part.plans, *new.plans],
         lent=[*part.lent, *(_later(rows, "t_start", start_s) for rows in new.lent)],
     )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import Event
@@ -26,13 +26,16 @@ from tltlab.config import counted
 from tltlab.drafters.base import Key
 from tltlab.errors import RunError
 from tltlab.planning.rollout import HELD, Action, Gather, Hold, Move, RolloutState, Shape
-from tltlab.planning.rollout_driver import shared_out
+from tltlab.planning.rollout_driver import plan_row, shared_out
 from tltlab.runtime.engine.generation import FollowUp, FollowUps, GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.run.rows import Shares
+from tltlab.traces.schema import Row
 
 from .collected import after, delayed, joined
 from .worker import DeferredCalls, EngineWorker, WorkerLost, compact
 
+MOST_RECORDED = 1_000_000
+"""Requests in the states that are recorded of a rollout, all together: later states are left out."""
 NEWS_S = 1.0
 """Most seconds between two reports of an engine."""
 
@@ -122,7 +125,9 @@ class PlannedRollout:
             Rollout(responses=[], iterations=[], decisions=[], duration_s=0.0, recorder_s=0.0, policy_s=0.0)
             for _ in shares
         ]
-        self._moves: list[tuple[float, float, int]] = []
+        self._moves: list[tuple[float, float, int, str]] = []
+        self._plans: list[Row] = []
+        self._num_recorded = 0
         self._serving: set[int] = set()
         self._open: dict[int, float] = {}  # when the call of an engine began
         self._num_calls = [0] * len(seeds)
@@ -143,6 +148,7 @@ class PlannedRollout:
             raise errors.exceptions[0] from errors.exceptions[0].__cause__
         if self._active != self._pool.base:
             await self._switch(self._pool.base)
+        self._parts[0] = replace(self._parts[0], plans=self._plans)
         return [
             replace(part, asked=[self._requests[r.key] for r in part.responses], moves=tuple(self._moves))
             for part in self._parts
@@ -151,11 +157,11 @@ class PlannedRollout:
     async def _plan(self, group: asyncio.TaskGroup) -> None:
         """Keep the engines of the active shape generating, and do what the planner says, until all responses are in."""
         driver = self._pool.driver
-        await self._do(driver.begin(self._state()))
+        await self._do(driver.begin)
         while self._at or self._held:
             before, self._left = self._left, self._num_running() + len(self._held)
             if self._left < before and driver.wants(self._left):
-                await self._do(driver.ask(self._state()))
+                await self._do(driver.ask)
                 continue
             if not self._num_running():
                 await self._close()
@@ -200,7 +206,12 @@ class PlannedRollout:
 
     # ---- actions ----
 
-    async def _do(self, actions: Sequence[Action]) -> None:
+    async def _do(self, ask: Callable[[RolloutState], Sequence[Action]]) -> None:
+        state = self._state()
+        actions = ask(state)
+        self._num_recorded += len(state)
+        if self._num_recorded <= MOST_RECORDED:
+            self._plans.append(plan_row(state, actions))
         await asyncio.gather(*(self._move(action) for action in actions if not isinstance(action, Gather)))
         for action in actions:
             if isinstance(action, Gather):
@@ -238,7 +249,7 @@ class PlannedRollout:
             since_s, self._left = max(asked_s, self._busy_until_s), left
             await self._switch(action.shape)
             seconds = self._pool.costs[action.shape].switch_s = self._now_s() - since_s
-            self._moves.append((since_s, seconds, left))
+            self._moves.append((since_s, seconds, left, str(action.shape)))
             self._share_out(action)
 
     def _share_out(self, action: Gather) -> None:

@@ -417,7 +417,8 @@ class GrpoRun:
     def set_policy(self, policy: PolicySource, name: str | None = None) -> None:
         """Set a fresh selector of `policy` in every engine, seeded by the run, the worker and the RL step.
 
-        `policies.json` records the policies with their first RL step, so that a run can be predicted.
+        `policies.json` records the policies with their first RL step, and the planner with the costs that it knows, so
+        that a run can be predicted.
         """
         self._ahead.refuse("set its policy before it begins")
         self._choose_by(load_policy(policy), name)
@@ -827,7 +828,14 @@ class GrpoRun:
         return self._recorder.snapshot()
 
     def _write_notes(self) -> None:
-        write_json(self.out / "policies.json", sealed({"seed": self.recipe.seed, "policies": self.state.policies}))
+        notes: Json = {"seed": self.recipe.seed, "policies": self.state.policies}
+        if self.recipe.rollout.planner is not None:
+            costs = {
+                str(shape): engines.costs.model_dump(mode="json", exclude={"notes"})
+                for shape, engines in self.pool.costs.items()
+            }
+            notes["planner"] = {"source": self.recipe.rollout.planner, "costs": costs}
+        write_json(self.out / "policies.json", sealed(notes))
         if self.state.repeats or (self.out / "repeats.json").exists():
             write_json(self.out / "repeats.json", sealed({"repeats": self.state.repeats}))
 

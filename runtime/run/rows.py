@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -161,6 +162,7 @@ def step_rows(
         "tokens": _token_rows(requests, [response for _, response in placed], policy_version),
         "iterations": pa.concat_tables(by_column("iterations", part.iterations) for part in parts),
         "decisions": pa.concat_tables(by_column("decisions", part.decisions) for part in parts),
+        "plans": [{"plan": number, **row} for number, row in enumerate(chain.from_iterable(p.plans for p in parts))],
         "steps": [step | columns for columns in drafter.get("steps", ())] or [step],
         "spans": list(_spans(report, parts, drafter.get("spot_training", ()), stages_s)),
     }
@@ -241,9 +243,9 @@ def _spans(
             for i, start, until in zip(first, starts[first].tolist(), [*map(float, untils), free], strict=True):
                 rows.append(span(*at, _KINDS[kinds[i]], start, until - start, int(batches[i]), details[i]))
                 busy.append((start, until))
-        for start, seconds, num in part.moves:
-            rows.append(span(*at, "move", start, seconds, num))
-            busy.append((start, start + seconds))
+        for move in part.moves:
+            rows.append(span(*at, "move", *move))
+            busy.append((move[0], move[0] + move[1]))
         for row in sorted((row for row in training if row["worker"] == worker), key=lambda row: row["t_start"]):
             start, free = max(row["t_start"], free), max(row["t_start"] + row["duration"], free)
             rows.append(span(*at, "spot_train", start, free - start, 0, f"term {row['term']}"))

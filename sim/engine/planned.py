@@ -262,7 +262,7 @@ class PlannedRollout:
         assert action is not None
         self._stop()
         self._active, self._gather = action.shape, None
-        self.result.gathered_s.append(self.env.now)
+        self.result.gathered[self.env.now] = str(action.shape)
         self._targets.clear()
         self._start(self.env.now + self._planned.gather_s)
         keys = self.requests.keys

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from tltlab.arrays import Floats, Ints
+from tltlab.arrays import Array, Floats, Ints
 from tltlab.sim.idle_training import SpotResult
 from tltlab.traces.schema import KEY, TABLES, Row, columns, idle_spans, span, span_detail, strategy_columns
 
@@ -39,7 +39,7 @@ class SimulatedRollout:
     nothing. Where RL steps are not apart, `ages` are the updates since each response was begun; until now `num_begun`
     were, which come to `begun_tokens` when they have ended, and `num_dropped` of them were too old to train on. Where
     responses have turns, `submit_s` is when each came to the engine (None: all at 0), and calls waited `tool_wait_s`
-    for a tool that was free. At `gathered_s` requests went to engines of another shape.
+    for a tool that was free. `gathered` has the shape of the engines that requests went to, by when.
     """
 
     requests: Requests
@@ -60,7 +60,7 @@ class SimulatedRollout:
     tool_wait_s: float = 0.0
     drained: Drained | None = None
     beside: list[Beside] = field(default_factory=list)
-    gathered_s: list[float] = field(default_factory=list)
+    gathered: dict[float, str] = field(default_factory=dict)
 
     @classmethod
     def begun(cls, requests: Requests, queues: list[list[int]]) -> SimulatedRollout:
@@ -215,11 +215,11 @@ def _spans(rollout: SimulatedRollout) -> Row:
     rl_step, lanes = rollout.requests.rl_step, np.array([f"worker {w}" for w in range(len(rollout.logs))], object)
     kinds = np.where(c.speculates, "speculative_decode", "decode").astype(object)
     details = np.array([span_detail(regime.strategy) for regime in c.regime], object)
-    waits, moved = _waits(c, worker), np.isin(c.start_s, rollout.gathered_s)
+    waits, shapes = _waits(c, worker), _gathered(rollout, c)
     # Spans of one worker and start come in this order.
     every: list[tuple[Any, ...]] = [
         (kinds, c.decode_start_s, c.seconds, c.batch, details),
-        (np.where(moved, "move", "switch"), c.start_s, c.switch_s, c.batch, None),
+        (np.where(shapes.astype(bool), "move", "switch"), c.start_s, c.switch_s, c.batch, shapes),
         ("prefill", c.start_s + c.switch_s, c.prefill_s, c.batch, None),
         ("idle", c.start_s - waits, waits, 0, None),
     ]
@@ -246,6 +246,11 @@ def _waits(columns: Columns, worker: Ints) -> Floats:
     return np.where(waits > _ROUNDING_S, waits, 0.0)
 
 
+def _gathered(rollout: SimulatedRollout, columns: Columns) -> Array:
+    """The shape of the engine of each macro-step that is the first one after a gather, None of others."""
+    return np.array([rollout.gathered.get(start_s) for start_s in columns.start_s.tolist()], object)
+
+
 _ROUNDING_S = 1e-9
 
 
@@ -260,8 +265,9 @@ def _iterations(of: _Worker) -> Row:
     """One row per iteration, in the recorder's attribution: what an iteration drafts, the next one verifies.
 
     So row i lasts from the start of its verification to the start of the next one and includes the drafting for i + 1.
-    The first row of a macro-step includes its switch and its prefill before the first iteration; the very first row
-    also includes its own drafting. Chunks of prompts are spread over the iterations in which they were prefilled.
+    The first row of a macro-step includes its switch, but that of a gather, and its prefill before the first iteration;
+    the very first row also includes its own drafting. Chunks of prompts are spread over the iterations in which they
+    were prefilled.
     """
     rollout, worker, c = of
     counts = c.num_iterations
@@ -280,12 +286,13 @@ def _iterations(of: _Worker) -> Row:
         noise = _noise(c, verify_s + draft_s)
         draft_s, verify_s = draft_s * noise, verify_s * noise
     next_draft_s = np.append(draft_s[1:], 0.0)
+    moves_s = np.where(_gathered(rollout, c).astype(bool), c.switch_s, 0.0)
     up_front = 1.0 - _share(c.chunk_tokens, c.prefill_tokens)
-    duration = np.where(first, (c.switch_s + c.prefill_s * up_front)[at], 0.0) + verify_s + next_draft_s
+    duration = np.where(first, (c.switch_s - moves_s + c.prefill_s * up_front)[at], 0.0) + verify_s + next_draft_s
     duration += (c.prefill_s * (1.0 - up_front) / counts)[at]
     prefilled = np.where(first, (c.prefill_tokens - c.chunk_tokens)[at], 0.0) + (c.chunk_tokens / counts)[at]
     duration[0] += draft_s[0]
-    start = np.cumsum(duration) - duration + np.cumsum(_waits(c, np.zeros(len(c), np.int64)))[at]
+    start = np.cumsum(duration) - duration + np.cumsum(_waits(c, np.zeros(len(c), np.int64)) + moves_s)[at]
     strategies = strategy_columns([regime.strategy for regime in c.regime], at)
     depth = strategies["draft_depth"]
     drafted = _whole(np.array([b * regime.num_drafted for regime, b in sizes])[at])

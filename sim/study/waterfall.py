@@ -275,7 +275,7 @@ def waterfall(
 
 def _recorded(trace: Trace, rl_steps: Sequence[int], seed: int) -> Iterator[_Run]:
     """Yield the RL steps of a recorded trace that have times, those since a policy was set together."""
-    from tltlab.sim.verification.rollouts import RecordedRun, single_shape, with_engine_tool_times, without_budget
+    from tltlab.sim.verification.rollouts import Fit, RecordedRun, single_shape, with_engine_tool_times, without_budget
     from tltlab.sim.verification.run_files import policies_in_force
 
     measured_s = {step: s for step, s in metrics.rollout_s(trace.select(rl_steps)).items() if s}
@@ -290,7 +290,8 @@ def _recorded(trace: Trace, rl_steps: Sequence[int], seed: int) -> Iterator[_Run
     for since in dict.fromkeys(forces[step].since for step in measured_s):
         steps = [step for step in measured_s if forces[step].since == since]
         force = forces[steps[0]]
-        scenario = run.scenario(steps, single_shape(fitted, run.iterations, force.policy), acceptance)
+        costs = {"": single_shape(fitted, run.iterations, force.policy)}
+        scenario = run.scenario(steps, Fit(costs=costs, acceptance=acceptance))
         asynchronous, waiting = None, measured_waiting(trace)
         if waiting is not None and run.iterations["draft_duration"].notna().any():
             waited = {"synchronous": True, "waiting": waiting}

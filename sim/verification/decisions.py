@@ -51,7 +51,7 @@ class Decisions:
 
     Columns of `rows`: `rl_step`, `policy`, `decisions`, `same` (share of them made again), and for each field of the
     state in which they were made the share that is equal: `batch`, `num_waiting`, `context_tokens`, `strategy` (the one
-    verified meanwhile).
+    verified meanwhile). A planner's decisions, what it returned each time, are made in the recorded states themselves.
     """
 
     rows: pd.DataFrame
@@ -61,19 +61,24 @@ class Decisions:
         weights = self.rows["decisions"]
         return float((self.rows[column] * weights).sum() / weights.sum()) if weights.any() else None
 
+    @property
+    def _states(self) -> list[str]:
+        return [name for name in (*STATE, "strategy") if name in self.rows]
+
     def json(self) -> Json:
         """The keys of `tltlab verify --decisions --json`."""
-        num, states = int(self.rows["decisions"].sum()), {name: self.share(name) for name in (*STATE, "strategy")}
+        num, states = int(self.rows["decisions"].sum()), {name: self.share(name) for name in self._states}
         verdict = "The run made no decision."
         if num:
             equal = ", ".join(f"{name} {share:.1%}" for name, share in states.items())
-            verdict = f"{self.share('same'):.2%} of {num:,} decisions made again.\nStates they were made in: {equal}."
+            verdict = f"{self.share('same'):.2%} of {num:,} decisions made again."
+            verdict += f"\nStates they were made in: {equal}." if equal else ""
         steps = self.rows.to_dict("records")
         return {"verdict": verdict, "num_decisions": num, "same": self.share("same"), "states": states, "steps": steps}
 
     def text(self, lists: Mapping[str, Sequence[str]] = {}) -> str:
         """The same for people."""
-        shares = "; ".join(f"{name}: {{{name}:.1%}}" for name in ("same", *STATE, "strategy"))
+        shares = "; ".join(f"{name}: {{{name}:.1%}}" for name in ("same", *self._states))
         columns = f"step: {{rl_step}}; policy: {{policy}}; decisions: {{decisions}}; {shares}"
         return f"{verdict_text(self.json()['verdict'], lists)}\n\n{table_text(self.rows, columns)}"
 

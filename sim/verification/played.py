@@ -38,7 +38,7 @@ from tltlab.traces import metrics
 from tltlab.traces.trace import read
 
 from .errors import Errors
-from .rollouts import RecordedRun
+from .rollouts import Fit, RecordedRun
 from .run_files import ActivePolicy, policies_in_force, repeats
 
 DEFAULT = ("none", "ngram:1", "ngram:2", "ngram:8", "ngram:4@1", "ngram:4@4", "ngram:4@16", "table", "beg-mab")
@@ -127,10 +127,11 @@ class Session(RecordedRun):
         steps = {rl_step: force for rl_step, force in self.forces.items() if force.name == name}
         acceptance = self.known.get(name) or self._acceptance(others, next(iter(steps.values())))
         whole = costs.model_copy(update={"outside_s": float(self.overhead_s.loc[others].median())})
+        fit = Fit(costs={"": whole}, acceptance=acceptance)
         for rl_step, force in steps.items():
             beside = self.timed(costs, [s for s in others if self.rounds[s] == self.rounds[rl_step]])
             speed = float(beside["duration"].sum() / beside["predicted"].sum()) if len(beside) else math.nan
-            yield from self.cells(force, self.scenario([rl_step], whole, acceptance), speed=speed)
+            yield from self.cells(force, self.scenario([rl_step], fit), speed=speed)
 
     def _acceptance(self, rl_steps: Collection[int], force: ActivePolicy) -> Acceptance | None:
         fitted = self.accepted(self.of(rl_steps))

@@ -8,7 +8,7 @@ fitted to earlier steps, with lengths drawn from them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,14 +20,16 @@ import pandas as pd
 from tltlab.acceptance.base import Acceptance, from_survival, scaled
 from tltlab.acceptance.freshness import FreshAcceptance, MeasuredState, fit_freshness
 from tltlab.acceptance.measured import BatchBand, MeasuredAcceptance, fit_acceptance
-from tltlab.arrays import Flags
+from tltlab.arrays import Array, Flags
 from tltlab.calibration.iterations import iterations_of, recorded_rows
 from tltlab.costs import linear
+from tltlab.costs.base import CostModel
 from tltlab.costs.linear import LinearCosts
 from tltlab.costs.samples import Iterations
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
+from tltlab.planning.rollout import RolloutPlanner, Shape
 from tltlab.policies.policy import Policy
 from tltlab.records import Json, frozen
 from tltlab.sim.engine.requests import Requests
@@ -44,7 +46,8 @@ from tltlab.traces.trace import Trace, locate
 
 from .decisions import drafters_by_step, most_requests
 from .errors import Errors
-from .run_files import ActivePolicy, policies_in_force, repeats
+from .plans import InformedPlanner
+from .run_files import ActivePolicy, planner_of, policies_in_force, repeats
 
 
 def rescaled(
@@ -77,7 +80,7 @@ def rescaled(
 FORECASTS = 15
 INTERVAL = (10, 90)
 _ROUNDING_S = 1e-9
-_TABLES = ("workload", "outcomes", "iterations", "acceptance", "steps")
+_TABLES = ("workload", "outcomes", "iterations", "acceptance", "steps", "spans")
 """Tables that predictions are made of."""
 
 
@@ -165,12 +168,17 @@ def verify(
         raise ConfigError(f"{run}: RL steps {chosen} were asked for; there are {recorded[0]}..{recorded[-1]}")
     measured = _measured(trace)
     forces = without_budget(policies_in_force(trace, allow_code))
-    known = Trace.from_tables(trace.manifest, {name: trace.arrow(name) for name in _TABLES})
+    known = with_engine_tool_times(Trace.from_tables(trace.manifest, {name: trace.arrow(name) for name in _TABLES}))
+    planner = None
+    if (plans := trace.table("plans")) is not None:
+        planner, known = planner_of(trace, allow_code), with_first_workers(known, plans)
     prediction = _Prediction(
-        trace=with_engine_tool_times(known), window=window, samples=samples, forecasts=FORECASTS, seed=seed
+        trace=known, window=window, samples=samples, forecasts=FORECASTS, seed=seed, planner=planner
     )  # fmt: skip
     # Backwards: the last RL steps take longest, as they have a past to be forecast from.
     of_parts = len(recorded) < 3
+    if of_parts and planner is not None:
+        raise ConfigError(f"{run}: a run with a planner is verified from three RL steps on")
     tasks = [
         partial(prediction.row_of_parts if of_parts else prediction.row, forces[step], step, measured[step])
         for step in reversed(chosen)
@@ -235,6 +243,19 @@ def nearest(rl_steps: Sequence[int], step: int, window: int) -> list[int]:
 
 
 @frozen
+class Fit:
+    """What other RL steps tell of one: costs, those of the first engines by "" and of others by their shape,
+    acceptance, seconds beside the iterations, and those until engines of another shape run.
+    """
+
+    costs: Mapping[str, LinearCosts]
+    acceptance: Acceptance | None
+    rl_steps: Sequence[int] = ()
+    outside_s: float = 0.0
+    gather_s: float = 0.0
+
+
+@frozen
 class RecordedRun:
     """A recorded run, fits to any of its RL steps, and simulations of these under their own lengths, `samples` of each.
 
@@ -246,10 +267,27 @@ class RecordedRun:
     trace: Trace
     samples: int = 1
     seed: int = 0
+    planner: tuple[RolloutPlanner, Mapping[Shape, CostModel]] | None = None
 
     @cached_property
     def iterations(self) -> pd.DataFrame:
         return iterations_of(self.trace)
+
+    @cached_property
+    def gathers(self) -> pd.DataFrame:
+        """The spans of gathers, one of each, whose `detail` is the shape that requests went to."""
+        spans = self.trace.spans
+        rows = pd.DataFrame(columns=["rl_step", "t_start", "kind", "duration"]) if spans is None else spans
+        return rows[rows["kind"] == "move"].drop_duplicates(["rl_step", "t_start"])
+
+    @cached_property
+    def shapes(self) -> Array:
+        """By row of `iterations` the shape of its engine, where requests were gathered onto it; "" of the first."""
+        shapes, iterations = np.full(len(self.iterations), "", object), self.iterations
+        for move in self.gathers.itertuples():
+            after = (iterations["rl_step"] == move.rl_step) & (iterations["t_start"] >= move.t_start)
+            shapes[after.to_numpy()] = move.detail
+        return shapes
 
     @cached_property
     def _rows(self) -> Iterations:
@@ -258,8 +296,8 @@ class RecordedRun:
     @cached_property
     def overhead_s(self) -> pd.Series[float]:
         """Seconds of each RL step's rollout beside its busiest worker's iterations: calls, starts, collecting."""
-        if (self.trace.outcomes["turn"] > 0).any():
-            # Between its iterations a worker waits for tools, which a simulation of turns has too.
+        if self.planner is not None or (self.trace.outcomes["turn"] > 0).any():
+            # Between its iterations a worker waits for tools or requests, as in a simulation.
             rows = self.iterations.assign(end=self.iterations["t_start"] + self.iterations["duration"])
             ends = rows.groupby(["rl_step", "worker"])
             busiest = ends["end"].max() - ends["t_start"].min()
@@ -276,17 +314,21 @@ class RecordedRun:
         """The rows of `iterations` in these RL steps."""
         return np.isin(self._rows.rl_step, list(rl_steps))
 
-    def costs(self, rl_steps: Collection[int]) -> LinearCosts:
-        """Linear costs of RL steps, as `calibrate` fits them. Raises ConfigError where there are no iterations."""
-        rows = self._rows.where(self.of(rl_steps))
+    def costs(self, rl_steps: Collection[int], shape: str = "") -> LinearCosts:
+        """Linear costs of RL steps, as `calibrate` fits them, on engines of a `shape`, by default the first ones.
+
+        Raises ConfigError where there are no iterations.
+        """
+        rows = self._rows.where(self.of(rl_steps) & (self.shapes == shape))
         if not len(rows):
             raise ConfigError("there are no iterations to calibrate on")
         return linear.fit(rows, recorded=True)
 
     def timed(self, costs: LinearCosts, rl_steps: Collection[int]) -> pd.DataFrame:
-        """Iterations of some RL steps with their `predicted` seconds."""
-        here = self.of(rl_steps)
-        return self.iterations[here].assign(predicted=costs.identified_s(self._rows.where(here)))
+        """Iterations of some RL steps on the first engines, with their `predicted` seconds."""
+        here: Flags = self.of(rl_steps) & (self.shapes == "")
+        rows: pd.DataFrame = self.iterations[here]
+        return rows.assign(predicted=costs.identified_s(self._rows.where(here)))
 
     def accepted(self, rows: Flags | pd.Series[bool]) -> MeasuredAcceptance | None:
         """Acceptance of these rows of `iterations`; None where nothing was speculated."""
@@ -338,13 +380,19 @@ class RecordedRun:
         prefilled = float(rows.loc[rows["rl_step"].isin([step.rl_step for step in steps]), "prefill_tokens"].sum())
         return "kept" if abs(prefilled - uncached) <= abs(prefilled - whole) else "recomputed"
 
-    def scenario(self, rl_steps: list[int], costs: LinearCosts, acceptance: Acceptance | None) -> Scenario:
+    def scenario(self, rl_steps: list[int], fit: Fit) -> Scenario:
         """Return the simulation of these RL steps, with their drafters, on engines of the size of the recorded ones."""
+        most = {"max_num_seqs": most_requests(self.iterations)}
+        costs = {shape: each.model_copy(update=most) for shape, each in fit.costs.items()}
         scenario = Scenario.of(
-            self.trace.select(rl_steps), acceptance=acceptance, placement="recorded", prefix=self.prefix,
-            costs=costs.model_copy(update={"max_num_seqs": most_requests(self.iterations)}), mode="sampled",
-            seed=self.seed,
+            self.trace.select(rl_steps), acceptance=fit.acceptance, placement="recorded", prefix=self.prefix,
+            costs=costs.pop(""), mode="sampled", seed=self.seed,
         )  # fmt: skip
+        if self.planner is not None:
+            scenario = replace(
+                scenario, planner=InformedPlanner(*self.planner, self.trace, rl_steps[-1]),
+                shapes={Shape.of(shape): each for shape, each in costs.items()}, gather_s=fit.gather_s,
+            )  # fmt: skip
         if (last := self.drafters.get(rl_steps[-1])) is None:
             return scenario
         # A learning policy's past counts as drafted by today's drafter where its drafter is unknown.
@@ -377,12 +425,12 @@ class _Prediction(RecordedRun):
     def row(self, force: ActivePolicy, step: int, measured_s: float) -> Json:
         """The RL step's row of `Verification.rows`."""
         rl_steps = self.trace.rl_steps
-        fit_on, costs, accepted, outside_s = self._fitted([s for s in rl_steps if s != step], force.policy, step)
+        fit = self._fitted([s for s in rl_steps if s != step], force.policy, step)
         # Only a policy that learns or draws lots has a past that matters.
         since = step if is_memoryless(force.policy) else force.since
-        past = self.scenario([s for s in rl_steps if since <= s <= step], costs, accepted)
-        predicted_s = float(np.mean([last_s(cell) for cell in self.cells(force, past)])) + outside_s
-        rows = self.timed(costs, [step])
+        past = self.scenario([s for s in rl_steps if since <= s <= step], fit)
+        predicted_s = float(np.mean([last_s(cell) for cell in self.cells(force, past)])) + fit.outside_s
+        rows = self.timed(fit.costs[""], [step])
         most = rows[["worker", "duration", "predicted"]].groupby("worker").sum().max()
         forecast_s, forecast_low_s, forecast_high_s = self._forecast(force, step)
         return {
@@ -395,28 +443,33 @@ class _Prediction(RecordedRun):
             "forecast_s": forecast_s,
             "forecast_low_s": forecast_low_s,
             "forecast_high_s": forecast_high_s,
-            "fitted_on": fit_on,
+            "fitted_on": fit.rl_steps,
         }
 
-    def _fitted(
-        self, candidates: list[int], policy: Policy, step: int
-    ) -> tuple[list[int], LinearCosts, Acceptance | None, float]:
-        """The nearest candidates, as many as show what the policy needs, and costs, acceptance and overhead of them."""
-        speculates = any(s.speculates for s in policy.strategies)
+    def _fitted(self, candidates: list[int], policy: Policy, step: int) -> Fit:
+        """Fit to the nearest candidates, as many as show what the step needs."""
+        speculates, needed = any(s.speculates for s in policy.strategies), {"", *self.shapes[self.of([step])]}
         for size in range(min(self.window, len(candidates)), len(candidates) + 1):
             fit_on = nearest(candidates, step, size)
             rows = self.of(fit_on)
-            costs = single_shape(self.costs(fit_on), self.iterations[rows], policy)
+            costs = {
+                shape: single_shape(self.costs(fit_on, shape), self.iterations[rows & (self.shapes == shape)], policy)
+                for shape in {*self.shapes[rows]}
+            }
             acceptance = self.accepted(rows)
-            if not speculates or (acceptance is not None and costs.per_token_s is not None):
+            drafted = acceptance is not None and all(each.per_token_s is not None for each in costs.values())
+            if needed <= costs.keys() and (drafted or not speculates):
                 unlike = self._unlike(rows, policy, step)
                 acceptance = self.accepted(rows & ~unlike) if unlike.any() else acceptance
                 accepted = self.acceptance(acceptance, step, fit_on, candidates)
                 outside_s = self.overhead_s.loc[fit_on].median() if self.outside_s is None else self.outside_s
-                return fit_on, costs, accepted, float(outside_s)
-        raise ConfigError(
-            f"RL step {step} speculates, and too little in the other steps does: what it costs is not known"
-        )
+                gathers = self.gathers[self.gathers["rl_step"].isin(fit_on)]
+                return Fit(
+                    costs=costs, acceptance=accepted, rl_steps=fit_on, outside_s=float(outside_s),
+                    gather_s=float(gathers["duration"].median()) if len(gathers) else 0.0,
+                )  # fmt: skip
+        does = f"gathers onto {max(needed)}" if len(needed) > 1 else "speculates"
+        raise ConfigError(f"RL step {step} {does}, and too little in the other steps does: what it costs is not known")
 
     def _unlike(self, fitted: Flags, policy: Policy, step: int) -> Flags:
         """Rows of `fitted` whose drafter remembers earlier RL steps, where prompts were not as new to it as in a step.
@@ -441,12 +494,12 @@ class _Prediction(RecordedRun):
         try:
             if len(earlier) < 2:
                 raise ConfigError("history is too short")
-            fit_on, costs, accepted, outside_s = self._fitted(earlier, force.policy, step)
+            fit = self._fitted(earlier, force.policy, step)
         except ConfigError:
             return (float("nan"),) * 3
         rng = np.random.default_rng([self.seed, step])
-        scenario = self.scenario([step], costs, accepted)
-        drawn = drawn_lengths(scenario.steps[0], self.trace.select(fit_on), rng, self.prefix)
+        scenario = self.scenario([step], fit)
+        drawn = drawn_lengths(scenario.steps[0], self.trace.select(fit.rl_steps), rng, self.prefix)
         # As if the policy was set at this step: a forecast does not replay what it learned before.
         afresh = replace(force, since=step)
         cells = replace(self, samples=self.forecasts).cells(afresh, scenario)
@@ -454,7 +507,7 @@ class _Prediction(RecordedRun):
             last_s(replace(cell, scenario=replace(cell.scenario, steps=(requests,))))
             for cell, requests in zip(cells, drawn, strict=False)
         ]
-        median, low, high = np.percentile(makespans_s, (50, *INTERVAL)) + outside_s
+        median, low, high = np.percentile(makespans_s, (50, *INTERVAL)) + fit.outside_s
         return float(median), float(low), float(high)
 
 
@@ -501,6 +554,14 @@ def with_engine_tool_times(trace: Trace) -> Trace:
         idle = starts[first] - ends[first - 1] > _ROUNDING_S
         tool_s[turns.index] = np.where(idle, starts[first], turns["t_submit"]) - ends[last]
     return trace.replace(outcomes=outcomes.assign(tool_s=tool_s))
+
+
+def with_first_workers(trace: Trace, plans: pd.DataFrame) -> Trace:
+    """The trace with each response's `worker` when the rollout began, as its planner saw it, in place of the last."""
+    begun = plans[plans["plan"] == 0].explode(["prompts", "samples", "workers"])
+    begun = begun[["rl_step", "prompts", "samples", "workers"]].set_axis([*KEY[:3], "first"], axis=1)
+    rows = trace.outcomes.merge(begun.astype({"sample": np.int32}), on=list(KEY[:3]), how="left")
+    return trace.replace(outcomes=trace.outcomes.assign(worker=rows["first"].fillna(rows["worker"]).to_numpy()))
 
 
 def drawn_lengths(step: Requests, history: Trace, rng: np.random.Generator, prefix: str) -> Iterator[Requests]:

@@ -8,11 +8,15 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat
 
 from tltlab.config import faults_in
+from tltlab.costs.base import CostModel
+from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.own import code_allowed, named_in
+from tltlab.own import OwnPart, code_allowed, named_in
+from tltlab.planning.planners import load_planner
+from tltlab.planning.rollout import OwnPlanner, RolloutPlanner, Shape
 from tltlab.policies.policy import SHIPPED, Policy, policy_of_drafts
-from tltlab.records import frozen
+from tltlab.records import Json, frozen
 from tltlab.traces.trace import Trace, run_folder
 
 _File = TypeVar("_File", bound="_RunFile")
@@ -49,13 +53,34 @@ def policies_in_force(trace: Trace, allow_code: Collection[str] = ()) -> dict[in
             raise ConfigError(f"policies.json: no policy was active at RL step {step}")
         name, policy = set_at[since]
         for part in policy.own_parts:
-            if part.module not in allow_code:
-                raise ConfigError(
-                    f"RL step {step} was chosen for by {part.path}, a class of the run's own, which is not "
-                    f"imported unasked: where you trust it, tltlab verify --allow-code {part.module}"
-                )
+            _refuse_unasked(part, f"RL step {step} was chosen for", allow_code)
         in_force[step] = ActivePolicy(name=name, policy=policy, since=since, seed=seed)
     return in_force
+
+
+def _refuse_unasked(part: OwnPart, what: str, allow_code: Collection[str]) -> None:
+    if part.module not in allow_code:
+        raise ConfigError(
+            f"{what} by {part.path}, a class of the run's own, which is not imported unasked: where you trust it, "
+            f"tltlab verify --allow-code {part.module}"
+        )
+
+
+def planner_of(trace: Trace, allow_code: Collection[str] = ()) -> tuple[RolloutPlanner, dict[Shape, CostModel]]:
+    """The run's planner, and by shape the costs that it knew, those of the first engines first.
+
+    ConfigError where policies.json has none, and for a class of a module that `allow_code` does not name.
+    """
+    file = _beside(trace, "policies.json", _Policies, allow_code)
+    if file is None or file.planner is None:
+        raise ConfigError(f"{trace.path or 'the trace'}: a planner moved its requests, and policies.json names none")
+    source = file.planner.source
+    if (own := OwnPlanner.parse(source)) is not None:
+        _refuse_unasked(own, "requests were moved", allow_code)
+    planner = load_planner(source)
+    if planner is None:
+        raise ConfigError(f"policies.json: planner {source!r} moves nothing")
+    return planner, {Shape.of(shape): load_costs(costs) for shape, costs in file.planner.costs.items()}
 
 
 def _by_name(trace: Trace) -> dict[int, tuple[str, Policy]]:
@@ -103,8 +128,14 @@ class _SetPolicy(_RunFile):
     policy: Policy
 
 
+class _Planner(_RunFile):
+    source: str
+    costs: dict[str, Json]
+
+
 class _Policies(_RunFile):
     seed: NonNegativeInt
+    planner: _Planner | None = None
     policies: tuple[_SetPolicy, ...]
 
 

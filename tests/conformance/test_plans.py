@@ -385,7 +385,7 @@ class Pool:
         self.base, wide = shapes(story)
         self.shapes = {self.base: range(story.workers), wide: range(story.workers, story.workers + 1)}
         costs = {self.base: story.costs, wide: QUARTER}
-        self.costs = {s: EngineCosts(s, costs[s], [NO_SPECULATION], lambda strategy, batch: 1.0) for s in self.shapes}
+        self.costs = {s: EngineCosts(s, costs[s]) for s in self.shapes}
         self.lengths = {key(n): tokens for n, tokens in enumerate(story.lengths)}
         self.belief, self.history = (
             LengthBelief(),

@@ -17,6 +17,7 @@ from tltlab.sim import options
 from tltlab.sim.verification import played as of_policies
 from tltlab.sim.verification.decisions import Decisions, replay_decisions
 from tltlab.sim.verification.errors import Errors
+from tltlab.sim.verification.plans import replay_plans
 from tltlab.sim.verification.rollouts import verify as run_verify
 from tltlab.sim.verification.training_log import WINDOW as LOG_WINDOW
 from tltlab.sim.verification.training_log import is_log, verify_log
@@ -68,7 +69,8 @@ def verify(
     predicts their times and their order. It takes engines, and some minutes.
 
     With --decisions: play each rollout through the simulator with its recorded times and acceptance, and print which
-    share of the policy's decisions, and of the states they were made in, come out the same.
+    share of the policy's decisions, and of the states they were made in, come out the same. Of a run with a planner,
+    ask the planner again in its recorded states.
 
     For a training log, which has no iterations, later rollouts and whole RL steps are predicted from earlier ones.
 
@@ -98,6 +100,8 @@ def _found(run: Path, config: VerifyConfig, source: Imported | None, allowed: tu
     chosen = parse_rl_steps(config.rl_steps, trace.rl_steps)
     with options.counting():
         if config.decisions:
+            if trace.table("plans") is not None:
+                return replay_plans(trace, rl_steps=chosen, allow_code=allowed)
             return replay_decisions(trace, rl_steps=chosen, allow_code=allowed, jobs=config.jobs)
         if is_log(trace):
             return verify_log(

@@ -24,7 +24,7 @@ from tltlab.errors import ConfigError
 from tltlab.own import OwnPart
 from tltlab.records import frozen
 from tltlab.state import Key
-from tltlab.strategy import Strategy
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 HELD = -1
 """In place of a worker: the request is with no engine."""
@@ -67,15 +67,15 @@ class Shape:
 class EngineCosts:
     """Seconds on an engine of a `shape`, drafting as is best at each batch among `strategies`.
 
-    `tokens(strategy, batch)` is what a request gains in an iteration.
+    `tokens(strategy, batch)` is what a request gains in an iteration. By default nothing is drafted.
     """
 
     def __init__(
         self,
         shape: Shape,
         costs: CostModel,
-        strategies: Sequence[Strategy],
-        tokens: Callable[[Strategy, int], float],
+        strategies: Sequence[Strategy] = (NO_SPECULATION,),
+        tokens: Callable[[Strategy, int], float] = lambda strategy, batch: 1.0,
         switch_s: float = 0.0,
     ):
         self.shape = shape

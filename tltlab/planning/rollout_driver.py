@@ -3,11 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from tltlab.config import shown
 from tltlab.errors import ConfigError, one_line
 from tltlab.state import Key
+from tltlab.traces.schema import Row, columns
 
-from .rollout import Action, Gather, Hold, Move, RolloutPlanner, RolloutState, Shape
+from .rollout import HELD, Action, Gather, Hold, Move, RolloutPlanner, RolloutState, Shape
 
 
 class PlanDriver:
@@ -69,12 +72,29 @@ class PlanDriver:
 
 def _words(action: Action) -> str:
     match action:
-        case Gather(shape=shape):
-            return f"gather onto {shape}"
+        case Gather(shape=shape, queues=queues):
+            return f"gather onto {shape}" + (f": {queues}" if queues else "")
         case Move(key=key, worker=worker):
             return f"move of {key} to worker {worker}"
         case _:
             return f"hold of {action.key}"
+
+
+def plan_row(state: RolloutState, actions: Sequence[Action]) -> Row:
+    """Return the row of the trace's `plans`, without its number, of what was returned in a state."""
+    return columns(
+        "plans",
+        rl_step=state.rl_step,
+        t_start=state.now_s,
+        shape=str(state.active),
+        prompts=[key[1] for key in state.keys],
+        samples=[key[2] for key in state.keys],
+        workers=np.maximum(state.worker, 0).tolist(),
+        held=np.flatnonzero(state.worker == HELD).tolist(),
+        generated_tokens=state.generated_tokens.tolist(),
+        switch_s=[engines.switch_s for engines in state.engines.values()],
+        actions=[_words(action) for action in actions],
+    )
 
 
 def check_actions(actions: Sequence[Action], state: RolloutState) -> None:

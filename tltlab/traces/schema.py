@@ -82,6 +82,11 @@ Training logs also give `accept_length` (tokens per draft, bonus token included)
 that is kept), `step_s` (the whole RL step, time between stages included) and `wait_s` (waiting for rollouts that
 continue during training).
 
+`plans` has one row each time a planner was asked, the first of a rollout for its begin: the requests that had not
+ended, in the planner's order, with their `workers` of the active `shape` (0 at the places `held`, which have none) and
+tokens; `switch_s` until engines of each shape run, as it knew; and the `actions` that it returned, in words. Of a
+rollout states of a million requests are kept.
+
 `acceptance` may have several rows per response and drafter: one for the drafter in service and one for each published
 earlier, whose `drafter_age` is counted from the RL step that it was published for to the annotated one.
 

@@ -7,6 +7,7 @@ import tltlab
 from tltlab.planning.rollout import Gather, Hold, RolloutPlanner
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.run.grpo import GrpoRun, train
+from tltlab.sim.verification.plans import replay_plans
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_ray")]
 STEPS, RESPONSES = 2, 16
@@ -61,6 +62,13 @@ def test_gathered_responses_are_whole_and_trained_on(run):
             assert len(after), "the GPUs of both work on"
             ends = (lane["t_start"] + lane["duration"]).to_numpy()
             assert np.all(lane["t_start"].to_numpy()[1:] >= ends[:-1] - 1e-3)
+
+
+def test_plans_of_a_run_are_made_again(run):
+    trace = tltlab.read(run[0])
+    assert trace.table("plans").groupby("rl_step")["actions"].sum().map(len).min() >= 3, "two are held, all gathered"
+    found = replay_plans(trace, allow_code=[__name__])
+    assert (found.share("same"), found.rows["rl_step"].tolist()) == (1.0, list(range(STEPS))), found.text()
 
 
 def test_a_run_that_gathers_is_resumed(run, random_model):

@@ -13,11 +13,13 @@ def record(
     out,
     made,
     policies,
+    planner=None,
     **tables,
 ):
     """Write the RUN `out` of one simulation, or several of other RL steps; `tables` replace what they have.
 
     `policies` are those in force from an RL step on: a shipped one has its own name, any other is "ours".
+    `planner` is what policies.json has of one.
     """
     parts = [made] if isinstance(made, Trace) else list(made)
     whole = {
@@ -33,5 +35,5 @@ def record(
         {"rl_step": step, "name": names[step], "policy": load_policy(policy).model_dump(mode="json")}
         for step, policy in since.items()
     ]
-    (out / "policies.json").write_text(json.dumps({"seed": 0, "policies": entries}))
+    (out / "policies.json").write_text(json.dumps({"seed": 0, "policies": entries, "planner": planner}))
     return out
