@@ -14,7 +14,7 @@ from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import write_file
 from tltlab.options import command, option
 
-KINDS = ("recipe", "policy", "drafter", "placement", "costs", "acceptance", "reward")
+KINDS = ("recipe", "policy", "drafter", "placement", "planner", "costs", "acceptance", "reward")
 _PROBLEMS = 32
 
 

@@ -28,6 +28,7 @@ PARTS = {
     "policy": ["--policy", "quarter_step:QuarterStep(few=2)"],
     "drafter": ["--policy", "policy.json", "--allow-code", "quarter_step"],
     "placement": ["--placement", "quarter_step:QuarterStep"],
+    "planner": ["--planner", "quarter_step:QuarterStep", "--gpus", "8xH100", "--model", "Qwen2.5-7B"],
     "costs": ["--costs", "quarter_step:QuarterStep(step_s=0.01)"],
     "acceptance": ["--policy", "ngram:4", "--acceptance", "quarter_step:QuarterStep(first=0.5)"],
 }
