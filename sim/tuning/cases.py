@@ -100,8 +100,6 @@ def _mean_tokens(scenario: Scenario, strategy: Strategy) -> float:
 
 
 ORACLE = "per-iteration oracle"
-LEVEL = 1e-3
-"""Policies whose scores differ by less than this share need no more seeds."""
 
 
 def batch_times(scenario: Scenario) -> dict[int, tuple[float, float]]:
@@ -172,30 +170,9 @@ class TuningCases:
         names = [*policies, *([ORACLE] if oracle else [])]
         return {name: [np.mean(each_seed[name, at], axis=0) for at in range(len(self.scenarios))] for name in names}
 
-    def race(self, policies: Mapping[str, Policy], *, seeds: Sequence[int], seed: int) -> dict[str, float]:
-        """Scores of policies in sampled mode, relative to the best one's, over as many of the `seeds` as that takes.
-
-        After each seed, policies whose interval over the leader lies above 1 are dropped. The race ends when the others
-        are `LEVEL` with the leader. A dropped policy is compared with the leader's runs under the same seeds.
-        """
-        runs: dict[str, list[list[Floats]]] = defaultdict(list)
-        running, leader = list(policies), ""
-
-        def mean(name: str, count: int) -> list[Floats]:
-            return [np.mean(rows, axis=0) for rows in zip(*runs[name][:count], strict=True)]
-
-        for count, each in enumerate(seeds, 1):
-            chosen = {name: policies[name] for name in running}
-            for name, rows in self.makespans(chosen, mode="sampled", seeds=[each]).items():
-                runs[name].append(rows)
-            leader = min(running, key=lambda name: mean_s(mean(name, count)))
-            over = {
-                name: ratio(mean(name, count), mean(leader, count), seed=seed) for name in running if name != leader
-            }
-            running = [name for name in running if name == leader or not over[name].low > 1.0]
-            if all(over[name].high <= 1.0 + LEVEL for name in running if name != leader):
-                break
-        return {name: mean_s(mean(name, n)) / mean_s(mean(leader, n)) for name in policies for n in [len(runs[name])]}
+    def scores(self, policies: Mapping[str, Policy], *, seeds: Sequence[int]) -> dict[str, float]:
+        """Mean seconds of an RL step under each policy in sampled mode."""
+        return {name: mean_s(rows) for name, rows in self.makespans(policies, mode="sampled", seeds=seeds).items()}
 
     def bounds_s(self, policy: Policy) -> Floats | None:
         """Return `Scenario.bounds_of` each RL step; None under a per-request budget."""

@@ -23,7 +23,6 @@ import pandas as pd
 
 from tltlab.acceptance.base import UNKNOWN
 from tltlab.arrays import Floats
-from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import whole_numbers
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
@@ -64,12 +63,6 @@ class Finalists:
     policies: Mapping[str, Policy]
     kind_of: Mapping[str, str]
     best_fixed: str
-
-    def scores(self, cases: TuningCases, *, seeds: Sequence[int], seed: int) -> dict[str, float]:
-        """Scores of the candidates to choose from; tuned and fixed policies race separately."""
-        tuned, simple = ({n: p for n, p in self.policies.items() if self.kind_of[n] in k} for k in (TUNED, ORDER[:2]))
-        races = (cases.race(runners, seeds=seeds, seed=seed) for runners in (tuned, simple) if runners)
-        return {name: score for race in races for name, score in race.items()}
 
 
 @frozen
@@ -296,13 +289,13 @@ def _searched(search: Sequence[str]) -> dict[str, str]:
 class TuneConfig(SimulationConfig):
     """A user's settings of a tuning, beside those of its simulations; modes are the tuning's own.
 
-    `judge_steps` are held out, by default every other RL step of each trace. A trace of more than 24 RL steps is
+    Every other RL step of each trace is held out. A trace of more than 24 RL steps is
     tuned on 4 and judged on 8 others, or on more until the champion's interval lies on one side of 1 or is small
     compared with the costs' error. `rl_steps` replaces this sample. A policy decides once in `decision_block`
     iterations, by default 1, of many or long responses cap / 256. Candidates: no speculation, chains of `depths` by
     each of `drafters` (default: those that the acceptance knows) always or below a threshold, exact tables of up to
     four rows, and BEG-MAB. `trials` trials of Optuna search BEG-MAB's settings; 0 leaves it out. Sampled
-    times are means of up to `repeats` seeds, by default 3, of a sample of RL steps 1, as more RL steps narrow its
+    times are means of `repeats` seeds, by default 3, of a sample of RL steps 1, as more RL steps narrow its
     intervals as well. `policies` are further candidates, as `load_policy` takes them. With `search`, values or
     `low..high` by setting, their settings are what the trials search, in place of the bandit's, and the best of
     them is the result, whether it is worth it or not.
@@ -323,9 +316,6 @@ class TuneConfig(SimulationConfig):
         Mapping[str, Sequence[Any] | str] | Sequence[str],
         Option("Tune this setting of --policies; or KEY=A|B|C. Repeatable.", cli=list[str], metavar="KEY=LOW..HIGH"),
     ] = field(default_factory=dict)
-    judge_steps: Sequence[int] | str | None = option(
-        "a:b, RL steps to judge on; the rest is tuned on. [default: every other one]", names=("--judge",)
-    )
     trials: int = option("Settings to try, of the bandit or --search; 0: none.", 40, min=0)
     rl_steps: Sequence[int] | str | None = option(
         "a:b, RL steps to use. [default: all of 24 or fewer, else a sample spread over the run]"
@@ -543,7 +533,7 @@ def tune(
             )
         runners = {str(trial.policy): trial.policy for tried in found.values() for trial in _racers(tried)}
         on_stage(f"{len(runners)} of these settings race in sampled mode")
-        raced = tuning.race(runners, seeds=seeds, seed=config.seed)
+        raced = tuning.scores(runners, seeds=seeds)
         for tried in found.values():
             tried.sort(key=lambda trial: (raced.get(str(trial.policy), math.inf), trial.score))
     found = {name: trials for name, trials in found.items() if trials}
@@ -568,7 +558,7 @@ def tune(
     strategies = list(dict.fromkeys([*strategies, *(s for _, p in further.values() for s in p.strategies)]))
     strategies = [strategy for strategy in strategies if strategy.speculates]
     on_stage(f"{len(finalists.policies)} finalists on RL steps held out")
-    scores, num = finalists.scores(tuning, seeds=config.seeds(_SELECTION), seed=config.seed), FIRST
+    scores, num = tuning.scores(finalists.policies, seeds=config.seeds(_SELECTION)), FIRST
     while True:
         judged = judge(judging, finalists, scores, strategies, seeds=config.seeds(_JUDGEMENT), seed=config.seed)
         num *= 3
@@ -693,24 +683,13 @@ def _halves(trace: Trace) -> Trace:
 def _split(trace: Trace, config: TuneConfig) -> tuple[list[int], list[int], bool]:
     """RL steps to tune on, others to judge on, and whether to judge on a sample of these."""
     name = trace.manifest.name or "the trace"
-    asked, judged = config.steps_of(trace), config.judge_steps
-    judged = parse_rl_steps(judged, trace.rl_steps, "--judge") if isinstance(judged, str) else judged
+    asked = config.steps_of(trace)
     steps = list(trace.rl_steps) if asked is None else [step for step in trace.rl_steps if step in asked]
     if len(steps) < 2:
         raise ConfigError(
             f"{name} has {len(steps)} RL step: tuning needs at least two, one to tune on and one to judge on"
         )
-    sampled = asked is None and len(steps) > ALL_OF
-    if judged is not None:
-        judge_on = [step for step in steps if step in judged]
-    elif sampled:
-        judge_on = sorted(set(steps) - set(spread(steps, _TUNED_ON)))
-    else:
-        judge_on = steps[1::2]
-    tune_on = [step for step in steps if step not in set(judge_on)]
-    if not judge_on or not tune_on:
-        raise ConfigError(
-            f"{name} has the RL steps {steps[0]}..{steps[-1]}: judging on {len(judge_on)} of them leaves "
-            f"{len(tune_on)} to tune on, and both need one"
-        )
-    return spread(tune_on, _TUNED_ON) if sampled else tune_on, judge_on, sampled and judged is None
+    if asked is not None or len(steps) <= ALL_OF:
+        return steps[::2], steps[1::2], False
+    tune_on = spread(steps, _TUNED_ON)
+    return tune_on, sorted(set(steps) - set(tune_on)), True

@@ -57,7 +57,7 @@ def calibrate(trace: str | Path | Trace) -> Calibration:
     )
 
 
-def parse_rl_steps(text: str | None, rl_steps: list[int], option: str = "--rl-steps") -> list[int] | None:
+def parse_rl_steps(text: str | None, rl_steps: list[int]) -> list[int] | None:
     """`a:b` as the RL steps a <= step < b that the trace has; either may be left out; `a` alone is one step, or all."""
     if text is None:
         return None
@@ -68,9 +68,9 @@ def parse_rl_steps(text: str | None, rl_steps: list[int], option: str = "--rl-st
         low = int(first) if first else min(rl_steps, default=0)
         high = (int(last) if last else max(rl_steps, default=0) + 1) if colon else low + 1
     except ValueError as error:
-        raise ConfigError(f"{option} {text!r}: give a:b, such as 0:5, or all") from error
+        raise ConfigError(f"--rl-steps {text!r}: give a:b, such as 0:5, or all") from error
     steps = [step for step in rl_steps if low <= step < high]
     if not steps:
         span = f"{rl_steps[0]}..{rl_steps[-1]}" if rl_steps else "none"
-        raise ConfigError(f"{option} {text}: the trace has none of these; its RL steps are {span}")
+        raise ConfigError(f"--rl-steps {text}: the trace has none of these; its RL steps are {span}")
     return steps

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -194,7 +193,7 @@ def test_intervals_hold_the_truth_as_often_as_stated(num_steps):
 
 
 def test_one_held_out_step_gives_no_interval():
-    found = tune(TRACE, **WITHOUT_LUCK, judge_steps=[3])
+    found = tune(TRACE, **WITHOUT_LUCK, rl_steps=[0, 3])
     assert not found.worth_it
     assert all(row.ratio_low is None for row in found.candidates)
     json.dumps(found.json(), allow_nan=False)
@@ -207,36 +206,6 @@ def test_processes_do_not_change_the_result(tuned, monkeypatch):
     assert again.trials == tuned.trials
 
 
-TIMES = {"best": (1.0, 0.0), "same": (1.0, 1e-5), "near": (1.002, 3e-2), "slow": (1.3, 1e-3)}
-RUNS = Counter()
-
-
-class Given(TuningCases):
-    """Makespans around a mean of each policy, which two seeds yield; counts the runs of each."""
-
-    def makespans(self, policies, *, mode, seeds, oracle=()):
-        RUNS.update(list(policies))
-        level, apart = np.exp(0.3 * np.arange(8)), (-1.0) ** (np.arange(8) + seeds[0])
-        return {n: [level * (TIMES[n][0] + TIMES[n][1] * apart)] for n in policies}
-
-
-@pytest.mark.parametrize(
-    ("names", "num_runs"),
-    [
-        (("best", "slow"), {"best": 1, "slow": 1}),
-        (("same", "best"), {"best": 1, "same": 1}),
-        (("near", "slow", "best"), {"best": 2, "near": 2, "slow": 1}),
-    ],
-    ids=["a clear loser leaves", "equal ones stop", "close ones go on until it is clear"],
-)
-def test_races_stop_early(names, num_runs):
-    RUNS.clear()
-    scores = Given(scenarios=()).race(dict.fromkeys(names, load_policy("none")), seeds=range(20), seed=0)
-    assert {name: RUNS[name] for name in names} == num_runs
-    assert {name: scores[name] for name in names} == pytest.approx({name: TIMES[name][0] for name in names}, rel=1e-2)
-    assert min(scores.values()) == 1.0
-
-
 LONG = log_normal(prompts=1, group_size=4, rl_steps=40, median=20, cap=60, workers=1)
 
 
@@ -244,7 +213,6 @@ LONG = log_normal(prompts=1, group_size=4, rl_steps=40, median=20, cap=60, worke
     ("options", "tuned_on", "judged_on"),
     [
         ({}, [5, 15, 25, 35], 8),
-        ({"judge_steps": range(30, 40)}, [3, 11, 18, 26], 10),
         ({"rl_steps": range(8)}, [0, 2, 4, 6], 4),
     ],
 )
@@ -304,7 +272,6 @@ def test_one_rl_step_is_tuned_on_half_of_its_prompts():
         (TRACE, {"depths": [0]}, ("0",)),
         (TRACE, {"drafters": []}, ()),
         (TRACE, {"acceptance": None}, ("--acceptance", "TLTLAB_POLICY=explore", "tltlab trace annotate")),
-        (TRACE, {"judge_steps": [0, 1, 2, 3]}, ("0",)),
         (TRACE, {"trials": -1}, ("trials",)),
     ],
 )
@@ -403,7 +370,6 @@ def test_the_command_refuses_before_it_works(tmp_path, capsys):
         (("--out", tmp_path), str(tmp_path)),
         (("--out", tmp_path / "file" / "policy.json"), "file"),
         ((*new, "--depths", "deep"), "--depths"),
-        ((*new, "--judge", 9), "--judge 9"),
     ):
         code, _, told = typed(capsys, "tune", TINY, *options)
         assert (code, said in told) == (2, True), options
