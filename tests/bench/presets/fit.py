@@ -47,7 +47,8 @@ RANGES = {
 }
 _DRAFTING = ("draft_level_s", "draft_level_per_request_s")
 _PRIOR_WEIGHT = 0.003
-_TYPICAL_ERROR = 0.1
+_SOFT = 0.1
+"""Relative errors beyond this weigh less and less."""
 _NOISE, _NOISE_ROWS = 0.03, 3.0
 UNKNOWN_CONTEXT = (1024.0, 16384.0)
 """Where the context of a speed-up is not known, tokens per request: up to the mean of a response of 32 Ki tokens."""
@@ -314,12 +315,18 @@ def fit_constants(rows: PublishedRows, start: Mapping[str, float] | None = None)
 
     def residuals(x: Floats) -> Floats:
         error = rows.predict(dict(zip(names, np.exp(x), strict=True))) / rows.measured - 1
-        softened = np.sign(error) * _TYPICAL_ERROR * np.sqrt(2 * (np.sqrt(1 + (error / _TYPICAL_ERROR) ** 2) - 1))
-        return np.concatenate([softened, _PRIOR_WEIGHT * (x - typical)])
+        return np.concatenate([softened(error)[0], _PRIOR_WEIGHT * (x - typical)])
 
     initial = typical if start is None else np.clip(np.log([start[name] for name in names]), least, most)
     solution = least_squares(residuals, initial, bounds=(least - 1e-9, most + 1e-9), x_scale="jac", max_nfev=500)
     return dict(zip(names, np.exp(np.clip(solution.x, least, most)), strict=True))
+
+
+def softened(error: Floats) -> tuple[Floats, Floats]:
+    """Residuals that grow as the root of errors far beyond 10 %, and their derivatives by the error."""
+    root = np.sqrt(1 + (error / _SOFT) ** 2)
+    share = np.sqrt(2 / (1 + root))
+    return error * share, 1 / (root * share)
 
 
 def notes_of(rows: PublishedRows, values: Mapping[str, float]) -> list[str]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from scipy.interpolate import RegularGridInterpolator
 
 from tltlab.arrays import Floats
 from tltlab.costs.roofline import rounded_max
@@ -75,16 +75,11 @@ class Kernels:
 
     def gemm_s(self, m: npt.ArrayLike, n: float, k: float) -> Floats:
         """Seconds of an (m x k) times (k x n) product for each of `m`."""
-        rows = np.asarray(m, np.float64)
+        axes, rows = (self.tokens, self.n, self.k), np.asarray(m, np.float64)
         ideal = self.ideal_gemm_s(self.tokens[:, None, None], self.n[None, :, None], self.k[None, None, :])
-        excess = _filled(np.log(self.gemm / ideal))
-        log_excess = np.zeros_like(rows)
-        at = [_between(np.log(axis), np.log(x)) for axis, x in ((self.tokens, rows), (self.n, n), (self.k, k))]
-        for corner in product((0, 1), repeat=3):
-            cells = tuple(i + c for c, (i, _) in zip(corner, at, strict=True))
-            weights = [share if c else 1 - share for c, (_, share) in zip(corner, at, strict=True)]
-            log_excess = log_excess + weights[0] * weights[1] * weights[2] * excess[cells]
-        return np.asarray(self.ideal_gemm_s(rows, n, k) * np.exp(log_excess), np.float64)
+        excess = RegularGridInterpolator([np.log(axis) for axis in axes], _filled(np.log(self.gemm / ideal)))
+        at = [np.log(np.clip(x, axis[0], axis[-1])) for axis, x in zip(axes, (rows, n, k), strict=True)]
+        return np.asarray(self.ideal_gemm_s(rows, n, k) * np.exp(excess(tuple(at))).reshape(rows.shape), np.float64)
 
     def ideal_gemm_s(self, m: Floats, n: Floats | float, k: Floats | float) -> Floats:
         compute = 2 * m * n * k / self.gpu.peak_flops
@@ -142,9 +137,9 @@ class Kernels:
 
     def attention_s(self, shape: ModelShape, tp: int, batch: float, past_tokens: float) -> float:
         """Seconds of decode attention over all layers, `batch` requests with `past_tokens` each."""
-        i, weight = _between(self.batches, batch)
-        pair = [_on(self.past, row, past_tokens) for row in self.attention_table(shape, tp)[int(i) : int(i) + 2]]
-        return float((1 - weight) * pair[0] + weight * pair[1])
+        i = int(np.clip(np.searchsorted(self.batches, batch, side="right"), 1, len(self.batches) - 1))
+        pair = [_on(self.past, row, past_tokens) for row in self.attention_table(shape, tp)[i - 1 : i + 1]]
+        return float(np.interp(batch, self.batches[i - 1 : i + 1], pair))
 
 
 def _rows(data: Path, name: str, device: Gpu, columns: Sequence[str], texts: Sequence[str] = ()) -> pd.DataFrame:
@@ -167,13 +162,6 @@ def _filled(excess: Floats) -> Floats:
     """Missing cells take the value before them along the last axis: the same utilisation."""
     filled = pd.DataFrame(excess.reshape(-1, excess.shape[-1])).ffill(axis=1)
     return filled.to_numpy(np.float64).reshape(excess.shape)
-
-
-def _between(axis: Floats, x: npt.ArrayLike) -> tuple[npt.NDArray[np.intp], Floats]:
-    """The interval of `axis` that x lies in and how far along, held to its ends."""
-    points = np.asarray(x, np.float64)
-    i = np.clip(np.searchsorted(axis, points, side="right") - 1, 0, len(axis) - 2)
-    return i, np.asarray(np.clip((points - axis[i]) / (axis[i + 1] - axis[i]), 0.0, 1.0), np.float64)
 
 
 def _on(past: Floats, seconds: Floats, tokens: float) -> float:

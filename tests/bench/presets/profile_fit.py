@@ -24,7 +24,7 @@ from tltlab.costs.profiles import MOST_EFFICIENT, capped
 from tltlab.costs.roofline import Constants, rounded_max
 from tltlab.hardware import DTYPE_BYTES, model
 
-from .fit import UNKNOWN_CONTEXT, PublishedRows
+from .fit import UNKNOWN_CONTEXT, PublishedRows, softened
 from .measurements import REPEATED
 
 
@@ -54,8 +54,6 @@ PACKED = ("H100", "H200", "B200")
 """GPUs whose attention kernels read keys and values once for all heads and queries that share them."""
 _FLOOR = 40.0
 """How sharply a value is kept above its least."""
-_SOFT = 0.1
-"""Relative errors beyond this weigh less and less."""
 _TYPICAL_ERROR, _TYPICAL_ERROR_REPEATED = 0.05, 0.025
 """Relative errors of one measurement, and of the speed-ups of a study that ran every cell three times."""
 _STEP = 1e-5
@@ -282,8 +280,7 @@ def fit(
 
     def residuals(x: Floats) -> Floats:
         error = np.log(design.predict(design.values(x * spread)) / design.rows.measured)
-        softened = np.sign(error) * _SOFT * np.sqrt(2 * (np.sqrt(1 + (error / _SOFT) ** 2) - 1))
-        return np.concatenate([design.weight * softened, x])
+        return np.concatenate([design.weight * softened(error)[0], x])
 
     def slopes(x: Floats) -> Floats:
         return np.concatenate([_residual_slopes(design, x), np.eye(len(x))])
@@ -304,11 +301,7 @@ def _thinned(table: pd.DataFrame) -> pd.DataFrame:
 def _residual_slopes(design: Design, x: Floats) -> Floats:
     """Jacobian of the softened, weighted residuals, with parameters in units of their priors' spreads."""
     error = np.log(design.predict(design.values(x * design.spread)) / design.rows.measured)
-    root = np.sqrt(1 + (error / _SOFT) ** 2)
-    # Derivative of the softened error by the error: 1 near 0.
-    large = np.abs(error) > 1e-5
-    of_error = np.where(large, np.abs(error) / (_SOFT * root * np.sqrt(2 * np.where(large, root - 1, 1.0))), 1.0)
-    by_row = (design.weight * of_error)[:, None] * design.slopes(x * design.spread) * design.spread
+    by_row = (design.weight * softened(error)[1])[:, None] * design.slopes(x * design.spread) * design.spread
     return np.asarray(by_row, np.float64)
 
 
