@@ -37,7 +37,7 @@ def doctor(
         "findings": [asdict(finding) for finding in diagnosis.findings],
         "fine": [{"name": check.name, "good": check.good} for check in diagnosis.good],
         "not_checked": [{"name": name, "why": why} for name, why in diagnosis.not_checked],
-        "ok": not diagnosis.headline(),
+        "ok": all(finding.severity != "problem" for finding in diagnosis.findings),
         "verdict": _verdict(run, diagnosis),
     }
     emit(result, verdict_text(result["verdict"], _lists(run, diagnosis)))
@@ -61,7 +61,7 @@ def _verdict(run: Path, diagnosis: Diagnosis) -> str:
 
 def _titled(finding: Finding) -> str:
     place = f"  [{finding.where}]" if finding.where else ""
-    return f"{'PROBLEM' if finding.severity == 'problem' else 'hint'}: {finding.title}{place}"
+    return f"{finding.severity.replace('problem', 'PROBLEM')}: {finding.title}{place}"
 
 
 def _lists(run: Path, diagnosis: Diagnosis) -> dict[str, list[str]]:

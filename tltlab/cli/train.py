@@ -89,7 +89,7 @@ def train(
     text = f"{summary['grpo_steps']} steps into {folder}"
     if None not in (summary["reward_first"], summary["reward_last"]):
         text += f"; held-out reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"
-    if headline := diagnose(folder).headline(is_over=True):
+    if headline := diagnose(folder).headline():
         text += f"\n{headline} See tltlab doctor {folder}."
     more = resuming(loaded, folder, replay_decisions, f"train.steps={2 * summary['grpo_steps']}")
     emit(summary, f"{text}\nwith more RL steps: {more}")

@@ -48,7 +48,8 @@ class RunEvidence:
 
     `complaint` is the reason why there is no trace. `log` is the `metrics_table` of a training log, `turns` the note
     that its responses are not of one turn ("": they are, None: no log), `unit` the name of its rows. `events` are the
-    lines of events.jsonl, `logs` the ends of log files by name, `recipe` the resolved recipe of run.json.
+    lines of events.jsonl, `logs` the ends of log files by name, `recipe` the resolved recipe of run.json, `summary`
+    what the run wrote at its end.
     """
 
     trace: Trace | None = None
@@ -60,6 +61,7 @@ class RunEvidence:
     events: tuple[Fields, ...] = ()
     logs: Mapping[str, str] = field(default_factory=dict)
     recipe: Fields = field(default_factory=dict)
+    summary: Fields = field(default_factory=dict)
 
     @classmethod
     def of(cls, run: str | Path | Trace) -> RunEvidence:
@@ -89,6 +91,7 @@ class RunEvidence:
             events=json_lines(run / "events.jsonl"),
             logs=_logs(run),
             recipe=read_object(run / "run.json").get("recipe") or {},
+            summary=read_object(run / "summary.json"),
         )
 
     def setting(self, name: str) -> Any:
@@ -97,6 +100,11 @@ class RunEvidence:
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
+
+    @property
+    def is_over(self) -> bool:
+        """True for a run whose last RL step is done."""
+        return self.summary.get("grpo_steps", 0) == self.setting("train.steps")
 
     @property
     def known(self) -> Trace:

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from textwrap import shorten
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import pandas as pd
@@ -63,14 +63,15 @@ KEPT = 1.2  # accept length of a drafter that did work: TLT's Fig 13 has its che
 LOST = 0.5  # share of the tokens gained per draft that a fall must take
 SLOWER = 1.3  # seconds per token over those before: single rollouts vary by some 10 %
 
-Severity = Literal["problem", "hint"]
+Severity = Literal["problem", "recovered", "hint"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One finding: `title` is its meaning, `evidence` the observation, `advice` what to do.
 
-    "problem": something is broken or costs more than it gains; "hint": worth a look. `where` names RL steps, workers or
+    "problem": something is broken or costs more than it gains; "recovered": it broke, and the run went on to its end;
+    "hint": worth a look. `where` names RL steps, workers or
     batches, None where it is the whole run. `code` is the check's name unless the check has several findings.
     """
 
@@ -111,7 +112,7 @@ def check(test: Test) -> Test:
 
 @frozen
 class Diagnosis:
-    """Findings of checks, problems first; `good`: checks without a finding; `not_checked`: (name, why) of the others.
+    """Findings of checks, by severity; `good`: checks without a finding; `not_checked`: (name, why) of the others.
 
     `simulated`: the run is a simulation, so its figures are predictions.
     """
@@ -121,16 +122,10 @@ class Diagnosis:
     not_checked: tuple[tuple[str, str], ...] = ()
     simulated: bool = False
 
-    def headline(self, *, is_over: bool = False) -> str:
-        """The first problem in a sentence; empty where there is none.
-
-        In a run that `is_over`, whose last RL step is done, failures from which runs recover come last and are called
-        that.
-        """
-        recovered = {signature.code for signature in SIGNATURES if signature.recovers and is_over}
-        problems = [finding for finding in self.findings if finding.severity == "problem"]
-        first = min(problems, key=lambda finding: finding.code in recovered, default=None)
-        return "" if first is None else f"{'recovered' if first.code in recovered else 'PROBLEM'}: {first}"
+    def headline(self) -> str:
+        """The first finding that is no hint, in a sentence; empty where there is none."""
+        first = next((finding for finding in self.findings if finding.severity != "hint"), None)
+        return "" if first is None else f"{'PROBLEM' if first.severity == 'problem' else 'recovered'}: {first}"
 
 
 def diagnose(run: str | Path | Trace) -> Diagnosis:
@@ -155,7 +150,7 @@ def examine(evidence: RunEvidence) -> Diagnosis:
         else:
             findings += [replace(finding, code=finding.code or check.name) for finding in found]
             good += [] if found else [check]
-    findings.sort(key=lambda finding: finding.severity != "problem")
+    findings.sort(key=lambda finding: get_args(Severity).index(finding.severity))
     simulated = evidence.trace is not None and evidence.trace.manifest.kind == "simulated"
     return Diagnosis(findings=tuple(findings), good=tuple(good), not_checked=tuple(not_checked), simulated=simulated)
 
@@ -232,7 +227,8 @@ def deaths(run: RunEvidence) -> Findings:
         more = f" (and {len(others)} more like it)" if others else ""
         steps = [line.rl_step for line in (first, *others) if line.rl_step is not None]
         evidence, where = f'{first.source} says "{quote}"{more}.', rl_steps(steps) if steps else None
-        yield Finding(signature.severity, signature.title, evidence, signature.advice, where, signature.code)
+        severity: Severity = "recovered" if signature.recovers and run.is_over else signature.severity
+        yield Finding(severity, signature.title, evidence, signature.advice, where, signature.code)
 
 
 class _LogLine(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -347,8 +347,10 @@ def test_undefined_figures_do_not_stop_other_checks():
 
 
 def test_a_failure_is_recovered_in_a_run_that_goes_to_its_end():
+    over = {"recipe": {"train": {"steps": 2}}, "summary": {"grpo_steps": 2}}
     died = happened("the engine lost 3 of 8 responses, the first with key []: EngineDeadError")
     assert examine(died).headline().startswith("PROBLEM: An engine died")
-    assert examine(died).headline(is_over=True).startswith("recovered: An engine died")
+    assert examine(replace(died, **over)).headline().startswith("recovered: An engine died")
+    assert examine(replace(died, **over | {"summary": {"grpo_steps": 1}})).headline().startswith("PROBLEM")
     never = happened("policy none never drafts with 'learned': it is trained and not used")
-    assert examine(never).headline(is_over=True).startswith("PROBLEM")
+    assert examine(replace(never, **over)).headline().startswith("PROBLEM")
