@@ -129,7 +129,7 @@ class Session(RecordedRun):
         whole = costs.model_copy(update={"outside_s": float(self.overhead_s.loc[others].median())})
         fit = Fit(costs={"": whole}, acceptance=acceptance)
         for rl_step, force in steps.items():
-            beside = self.timed(costs, [s for s in others if self.rounds[s] == self.rounds[rl_step]])
+            beside = self.timed(fit.costs, [s for s in others if self.rounds[s] == self.rounds[rl_step]])
             speed = float(beside["duration"].sum() / beside["predicted"].sum()) if len(beside) else math.nan
             yield from self.cells(force, self.scenario([rl_step], fit), speed=speed)
 

@@ -322,13 +322,21 @@ class RecordedRun:
         rows = self._rows.where(self.of(rl_steps) & (self.shapes == shape))
         if not len(rows):
             raise ConfigError("there are no iterations to calibrate on")
-        return linear.fit(rows, recorded=True)
+        costs = linear.fit(rows, recorded=True)
+        if not shape:
+            return costs
+        # The few iterations after gathers often have one batch size.
+        unseen = ("base_s", "per_request_s", "per_context_s", "prefill_per_token_s")
+        return costs.model_copy(update={name: getattr(costs, name) or 0.0 for name in unseen})
 
-    def timed(self, costs: LinearCosts, rl_steps: Collection[int]) -> pd.DataFrame:
-        """Iterations of some RL steps on the first engines, with their `predicted` seconds."""
-        here: Flags = self.of(rl_steps) & (self.shapes == "")
-        rows: pd.DataFrame = self.iterations[here]
-        return rows.assign(predicted=costs.identified_s(self._rows.where(here)))
+    def timed(self, costs: Mapping[str, LinearCosts], rl_steps: Collection[int]) -> pd.DataFrame:
+        """Iterations of some RL steps, with their `predicted` seconds and their `shape`, by which costs are."""
+        parts = []
+        for shape, each in costs.items():
+            here: Flags = self.of(rl_steps) & (self.shapes == shape)
+            predicted = each.identified_s(self._rows.where(here))
+            parts.append(self.iterations[here].assign(predicted=predicted, shape=shape))
+        return pd.concat(parts)
 
     def accepted(self, rows: Flags | pd.Series[bool]) -> MeasuredAcceptance | None:
         """Acceptance of these rows of `iterations`; None where nothing was speculated."""
@@ -430,8 +438,10 @@ class _Prediction(RecordedRun):
         since = step if is_memoryless(force.policy) else force.since
         past = self.scenario([s for s in rl_steps if since <= s <= step], fit)
         predicted_s = float(np.mean([last_s(cell) for cell in self.cells(force, past)])) + fit.outside_s
-        rows = self.timed(fit.costs[""], [step])
-        most = rows[["worker", "duration", "predicted"]].groupby("worker").sum().max()
+        rows = self.timed(fit.costs, [step])
+        # Engines of one shape run before those of another.
+        sums = rows.groupby(["shape", "worker"])[["duration", "predicted"]].sum()
+        most = sums.groupby("shape").max().sum()
         forecast_s, forecast_low_s, forecast_high_s = self._forecast(force, step)
         return {
             "rl_step": step,
