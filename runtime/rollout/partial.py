@@ -6,9 +6,8 @@ RollPacker, arXiv 2509.21009), or in parallel with training, with bounded stalen
 
 import time
 from array import array
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import PartialConfig
-from tltlab.runtime.run.rows import percentiles
 
 from .collected import (
     Collected,
@@ -73,26 +71,35 @@ class PartialGroup:
         return sum(1 for sample in self.samples if sample.token_ids and sample.finish_reason is None)
 
 
+@dataclass
 class TrainedLengths:
-    """Lengths of responses trained on, and of dropped ones, so far: the length bias of training."""
+    """Responses trained on and generated so far, and their tokens: the length bias of training.
 
-    def __init__(self) -> None:
-        self._trained: Counter[int] = Counter()
-        self._dropped: Counter[int] = Counter()
-        self.num_dropped = 0
-        self.wasted_tokens = 0
+    Generated responses are those trained on or dropped; a dropped one counts with its tokens so far, so the bias of a
+    run that drops is at least this far below 1. Responses under way count as neither. `wasted_tokens` were generated
+    for nothing so far.
+    """
+
+    num_trained: int = 0
+    trained_tokens: int = 0
+    num_generated: int = 0
+    generated_tokens: int = 0
+    dropped_groups: int = 0
+    wasted_tokens: int = 0
 
     def train(self, groups: Sequence[PartialGroup]) -> None:
         for group in groups:
-            trained = {sample.sample for sample in group.trained}
-            surplus = [len(s.token_ids) for s in group.samples if s.token_ids and s.sample not in trained]
-            self._trained.update(len(sample.token_ids) for sample in group.trained)
-            self._dropped.update(surplus)
-            self.wasted_tokens += sum(surplus)
+            tokens = sum(len(sample.token_ids) for sample in group.trained)
+            self.num_trained += len(group.trained)
+            self.trained_tokens += tokens
+            self.num_generated += sum(1 for sample in group.samples if sample.token_ids)
+            self.generated_tokens += group.num_tokens
+            self.wasted_tokens += group.num_tokens - tokens
 
     def drop(self, groups: Sequence[PartialGroup]) -> None:
-        self._dropped.update(len(sample.token_ids) for group in groups for sample in group.samples)
-        self.num_dropped += len(groups)
+        self.num_generated += sum(len(group.samples) for group in groups)
+        self.generated_tokens += sum(group.num_tokens for group in groups)
+        self.dropped_groups += len(groups)
         self.restart(groups)
 
     def restart(self, groups: Sequence[PartialGroup]) -> None:
@@ -100,33 +107,17 @@ class TrainedLengths:
         self.wasted_tokens += sum(group.num_tokens for group in groups)
 
     def figures(self) -> dict[str, float]:
-        """Return mean and percentiles of lengths trained on and generated, and `trained/length_bias`, the means' ratio.
-
-        Generated responses are those trained on or dropped; a dropped one counts with its tokens so far, so the bias of
-        a run that drops is at least this far below 1. Responses under way count as neither. `trained/wasted_tokens`
-        were generated for nothing so far.
-        """
-        if not self._trained:
+        """Return mean lengths trained on and generated, `trained/length_bias`, their ratio, and what was dropped."""
+        if not self.num_trained:
             return {}
-        generated = self._trained + self._dropped
-        figures = {
-            "trained/dropped_groups": float(self.num_dropped),
+        trained, generated = self.trained_tokens / self.num_trained, self.generated_tokens / self.num_generated
+        return {
+            "trained/dropped_groups": float(self.dropped_groups),
             "trained/wasted_tokens": float(self.wasted_tokens),
+            "trained/length_mean": trained,
+            "generated/length_mean": generated,
+            "trained/length_bias": trained / generated,
         }
-        for name, counts in (("trained", self._trained), ("generated", generated)):
-            lengths = np.repeat(list(counts), list(counts.values()))
-            figures[f"{name}/length_mean"] = float(lengths.mean())
-            figures |= percentiles(f"{name}/length_p", lengths)
-        return figures | {"trained/length_bias": figures["trained/length_mean"] / figures["generated/length_mean"]}
-
-    def state_dict(self) -> Json:
-        lengths = {"trained": list(self._trained.items()), "dropped": list(self._dropped.items())}
-        return {**lengths, "num_dropped": self.num_dropped, "wasted_tokens": self.wasted_tokens}
-
-    def load_state_dict(self, state: Fields) -> None:
-        self._trained, self._dropped = (Counter(dict(map(tuple, state[name]))) for name in ("trained", "dropped"))
-        self.num_dropped = state["num_dropped"]
-        self.wasted_tokens = state["wasted_tokens"]
 
 
 class PartialRollouts(Rollouts):
@@ -266,7 +257,7 @@ class PartialRollouts(Rollouts):
             **{name: [np.array(getattr(s, name), kind) for s in samples] for name, kind in _PER_TOKEN.items()},
         )
         return {
-            "lengths": self._lengths.state_dict(),
+            "lengths": asdict(self._lengths),
             "pending": [
                 {
                     "prompt_id": self.prompts[group.number].prompt_id,
@@ -286,7 +277,7 @@ class PartialRollouts(Rollouts):
         self._pending, self._lengths = [], TrainedLengths()
         if "pending" not in state:
             return
-        self._lengths.load_state_dict(state["lengths"])
+        self._lengths = TrainedLengths(**state["lengths"])
         cap = self.recipe.rollout.max_response_tokens
         columns = load_ragged(folder / PENDING_FILE)
         tokens = iter(zip(*(columns[name] for name in _PER_TOKEN), strict=True))

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from tltlab.arrays import Array, Ints
+from tltlab.arrays import Array
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import Drafters, DrafterSpec
 from tltlab.errors import TraceError
@@ -397,19 +397,13 @@ def _rollout(rollout_s: float, rows: Mapping[str, Rows]) -> dict[str, float | No
     return {f"rollout/{figure.__name__}": figure(trace) for figure in _FIGURES}
 
 
-def percentiles(name: str, lengths: Ints) -> dict[str, float]:
-    """Return `LENGTH_PERCENTILES` by rank, after the beginning of their names."""
-    found = zip(LENGTH_PERCENTILES, np.percentile(lengths, LENGTH_PERCENTILES), strict=True)
-    return {f"{name}{rank}": float(value) for rank, value in found}
-
-
 def _lengths(outcomes: Rows) -> dict[str, float | None]:
     ended = [row for row in outcomes if row["finish_reason"] != "abort"]
     if not ended:
         return {}
     lengths = np.array([row["response_tokens"] for row in ended])
     return {
-        **percentiles("length/p", lengths),
+        **{f"length/p{rank}": float(np.percentile(lengths, rank)) for rank in LENGTH_PERCENTILES},
         "length/max": float(lengths.max()),
         "length/mean": float(lengths.mean()),
         "length/truncated_fraction": sum(row["finish_reason"] == "length" for row in ended) / len(ended),
