@@ -105,7 +105,7 @@ _ANY = {name: re.compile(pattern) for name, pattern in _TABLE["any"].items() if 
 _NO_SECONDS, _PERCENTILE = _ANY.pop("no_seconds"), _ANY.pop("percentile")
 LEARNING = {name: re.compile(pattern) for name, pattern in _TABLE["any"]["learning"].items()}
 """Signs that a policy learns, by field: regular expressions of keys."""
-_TIMERS = re.compile("|".join(sorted({framework.timers.pattern for framework in FRAMEWORKS})))
+_TIMERS = re.compile("^(" + "|".join(sorted({each.timers.pattern.removeprefix("^") for each in FRAMEWORKS})) + ")")
 _DRAFTER_TRAINING = _ANY["drafter_training"]
 _MOST_LETTERS = 256
 """Most letters of a metric's name."""
