@@ -412,11 +412,20 @@ class Reader:
     def _turns(self, records: Records) -> tuple[Any, Any, Any]:
         """Return for records of turns their numbers, conversations and seconds of tools; None where it is no turn."""
         frame = records.frame
+        asked = {"turn": self.reading.turn_column, "session": self.reading.conversation_column}
         turn, session = (
-            next(iter(matches(frame.columns, kind, fits=lambda c: not lists_in(frame[c]).any())), None)
-            for kind in ("turn", "session")
+            self._given(records, named)
+            if named is not None
+            else next(iter(matches(frame.columns, kind, fits=lambda c: not lists_in(frame[c]).any())), None)
+            for kind, named in asked.items()
         )
-        if turn is None or session is None or missing_in(frame[session]).any():
+        if turn is None:
+            records.refuse(np.full(len(frame), asked["session"] is not None), "no number of turns (--turn-column)")
+            return None, None, None
+        if session is None or missing_in(frame[session]).any():
+            self._seen.add(turn)
+            why = "no column has the same value for all turns of one (--conversation-column)"
+            self.note(f"{turn}: each turn counts as a separate response, as {why}")
             return None, None, None
         self.use("turn", turn)
         self._seen.add(session)
@@ -702,11 +711,8 @@ class Reader:
 
     def _note_turns(self, records: Records) -> None:
         """Count responses with several turns, by their number or by messages after the first generated one."""
-        for column in matches(records.frame.columns, "turn")[:1]:
-            if column == self.used.get("turn"):
-                return
-            self._seen.add(column)
-            self.note(f"{column}: each turn counts as a separate response")
+        if matches(records.frame.columns, "turn"):
+            return
         if (number := self._column(records, "turns")) is not None:
             self.counts[_TURNS] += int((numbers(records.frame[number]) > 1).sum())
             return

@@ -266,7 +266,8 @@ class Reading:
     """Facts about a file that its user knows; None is for the file to show.
 
     `column` has the lengths (in a table of metrics their means), `step_column` the RL steps, `group_column` what is the
-    same for all samples of a prompt: each a field's name, with points where it is within objects. `lists` is the
+    same for all samples of a prompt, `conversation_column` for all turns of a response, which `turn_column` numbers:
+    each a field's name, with points where it is within objects. `lists` is the
     meaning of numbers in a list. `max_response_tokens` is the run's cap, unknown the longest response. For metrics
     alone, `run` is one of several in a log, from 1, `responses` their number in each RL step and `drafted` the
     strategy; `reward_columns` are for trl alone. `tokens` counts texts, by default with the `tokenizer` or by
@@ -285,6 +286,8 @@ class Reading:
     )
     step_column: str | None = option("Field of the RL step, likewise.")
     group_column: str | None = option("Field that is the same for all samples of a prompt, likewise.")
+    conversation_column: str | None = option("Field that is the same for all turns of a response, likewise.")
+    turn_column: str | None = option("Field that numbers the turns of a response, likewise.")
     lists: Lists | None = option("What lists of numbers are: lengths, of a response each, or token ids.")
     group_size: int | None = option("Samples per prompt, so many in a row, where nothing names the prompt.", min=1)
     responses: int | None = option("metrics: responses of an RL step, where the log has no number.", min=1)

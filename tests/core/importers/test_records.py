@@ -231,7 +231,7 @@ def test_named_columns_leave_the_others(tmp_path, options, expected):
     check(of(tmp_path, NESTED, **options), **expected)
 
 
-@pytest.mark.parametrize("option", ["column", "step_column", "group_column"])
+@pytest.mark.parametrize("option", ["column", "step_column", "group_column", "turn_column"])
 def test_a_column_that_is_not_there_is_named(tmp_path, option):
     with refused(TraceError, naming=("'usage.x'", "usage.completion_tokens")):
         of(tmp_path, NESTED, **{option: "usage.x"})

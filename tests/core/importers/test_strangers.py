@@ -255,6 +255,7 @@ A, B, C = [(9, 4, 2.5), (20, 7, 0.5), (40, 3, 0.0)], [(9, 6, 1.0), (18, 2, 0.0)]
     [
         {"session": "conversation_id", "turn": "turn_idx", "tool_s": "tool_latency"},
         {"session": "trajectory_id", "turn": "round", "tool_s": "tool_ms", "first": 0}, {"session": "chat", "first": 3},
+        {"session": "dlg", "turn": "k"},
     ],
     ids=lambda names: names.get("session", ""),
 )  # fmt: skip
@@ -264,7 +265,8 @@ def test_records_of_turns_are_one_response(tmp_path, names, form):
     random.Random(0).shuffle(rows)
     path = tmp_path / f"a.{form}"
     pd.DataFrame(rows).to_csv(path, index=False) if form == "csv" else jsonl(path, *rows)
-    trace = import_dump(path)
+    options = {"conversation_column": "dlg", "turn_column": "k"} if names.get("turn") == "k" else {}
+    trace = import_dump(path, **options)
     table = trace.outcomes.merge(trace.workload, on=["rl_step", "prompt_id", "sample", "turn"])
     table = table.sort_values(["prompt_id", "sample", "turn"])
     whole = {tuple(part["response_tokens"]): part for _, part in table.groupby(["prompt_id", "sample"])}
@@ -274,6 +276,16 @@ def test_records_of_turns_are_one_response(tmp_path, names, form):
     assert whole[4, 7, 3]["prompt_tokens"].tolist() == [9, 20, 40]
     assert whole[6, 2]["tool_s"].fillna(0).tolist() == [0, 1]
     assert [len(set(table[table["prompt_id"] == name]["sample"])) for name in ("p", "q")] == [2, 1]
+
+
+def test_turns_without_a_conversation_are_responses(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", *turns_of("a", "p", *A, session="dlg"))
+    trace = import_dump(path)
+    assert (len(trace.outcomes), "--conversation-column" in trace.manifest.notes) == (3, True)
+    assert set(import_dump(path, conversation_column="dlg").outcomes["sample"]) == {0}
+    jsonl(path, *turns_of("a", "p", *A, session="dlg", turn="k"))
+    with refused(TraceError, naming=("--turn-column", "k")):
+        import_dump(path, conversation_column="dlg")
 
 
 def test_tools_before_a_turn_stay_with_it_and_rewards_go_to_the_first(tmp_path):
