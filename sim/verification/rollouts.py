@@ -40,7 +40,7 @@ from tltlab.sim.workload import Prefix, requests_by_step, with_lengths
 from tltlab.state import DrafterState
 from tltlab.stats import finite
 from tltlab.traces import metrics
-from tltlab.traces.schema import KEY
+from tltlab.traces.schema import KEY, TABLES
 from tltlab.traces.split import regrouped
 from tltlab.traces.trace import Trace, locate
 
@@ -276,9 +276,8 @@ class RecordedRun:
     @cached_property
     def gathers(self) -> pd.DataFrame:
         """The spans of gathers, one of each, whose `detail` is the shape that requests went to."""
-        spans = self.trace.spans
-        rows = pd.DataFrame(columns=["rl_step", "t_start", "kind", "duration"]) if spans is None else spans
-        return rows[rows["kind"] == "move"].drop_duplicates(["rl_step", "t_start"])
+        rows = pd.DataFrame(columns=TABLES["spans"].names) if self.trace.spans is None else self.trace.spans
+        return rows[rows["kind"] == "move"].dropna(subset="detail").drop_duplicates(["rl_step", "t_start"])
 
     @cached_property
     def shapes(self) -> Array:
