@@ -179,7 +179,7 @@ class Floors:
         return self.envelopes[most]
 
 
-def lower_bound_s(requests: Requests, shapes: Sequence[Floors], acceptance: Acceptance | None, seed: int) -> float:
+def lower_bound_s(requests: Requests, shapes: Sequence[Floors], acceptance: Acceptance | None) -> float:
     """Seconds that no schedule of these requests undercuts, on GPUs of which each may run any of the shapes."""
     shapes = [floors.holding(requests) for floors in shapes]
     regimes = [regime for floors in shapes for regime in floors.regimes]
@@ -191,7 +191,7 @@ def lower_bound_s(requests: Requests, shapes: Sequence[Floors], acceptance: Acce
         # Elsewhere a later turn may have a first iteration too, or a prompt ride in an iteration that it waits for.
         least_tokens = int(requests.prompts[requests.lengths > 0].min())
         first_s, begins[0] = min(each.undrafted_s + each.slope_s * least_tokens for each in shapes), 1.0
-    decoding_s = _decoding_s(requests, regimes, costs, begins, acceptance, seed)
+    decoding_s = _decoding_s(requests, regimes, costs, begins, acceptance)
     alone_s, held_s = _prefill_s(requests, shapes) + decoding_s
     if requests.turns is not None:
         alone_s += np.array(requests.turns.tool_s)[requests.lengths > 0]
@@ -219,7 +219,7 @@ def _by_response(requests: Requests, seconds: Floats) -> Floats:
     return np.bincount(response[requests.lengths > 0], seconds).astype(np.float64)
 
 
-def fixed_bound_s(requests: Requests, floors: Floors, acceptance: Acceptance | None, seed: int) -> float:
+def fixed_bound_s(requests: Requests, floors: Floors, acceptance: Acceptance | None) -> float:
     """Seconds that no schedule undercuts where every response stays on its worker, all of one shape."""
     floors = floors.holding(requests)
     fixed_s, batches = floors.fixed_s, floors.batches
@@ -232,7 +232,7 @@ def fixed_bound_s(requests: Requests, floors: Floors, acceptance: Acceptance | N
         base_s = (fixed_s - more_s[:, None] * batches).min(axis=1)
         costs += [floors.costing(base_s + more_s), floors.costing(more_s)]
     begins = [floors.uncounted_tokens] * len(costs)
-    decoding_s = _decoding_s(requests, floors.regimes, costs, begins, acceptance, seed)
+    decoding_s = _decoding_s(requests, floors.regimes, costs, begins, acceptance)
     prefill_s = _prefill_s(requests, [floors])[1] / floors.shape.gpus
     bounds_s = []
     for alone_s, added_s in zip(decoding_s[::2], decoding_s[1::2], strict=True):
@@ -286,7 +286,6 @@ def _decoding_s(
     costs: Sequence[Floats],
     begins: Sequence[float],
     acceptance: Acceptance | None,
-    seed: int,
 ) -> Floats:
     """Least seconds to decode each response that ran, from the token at which each row begins.
 
@@ -301,23 +300,19 @@ def _decoding_s(
     prompts = requests.prompts[ids].astype(np.float64)
     lengths = requests.lengths[ids].astype(np.float64) - TOLERANCE_TOKENS
 
-    levels: dict[str, Floats] = {}
     siblings = np.zeros(len(ids))
     by_request = acceptance is not None and acceptance.varies_by == "request"
     if by_request:
         keys = [requests.keys[i] for i in ids]
         size = Counter(key[:2] for key in requests.keys)
         siblings = np.array([size[key[:2]] - 1.0 for key in keys])
-        for name in {regime.strategy.drafter for regime in regimes if regime.strategy.speculates}:
-            assert acceptance is not None
-            levels[name] = acceptance.levels(name, keys, seed)
 
     def most(regime: Regime, begin: float) -> Floats | float:
         if acceptance is None or not by_request or not regime.strategy.speculates:
             return regime.tokens
         # The iteration that brings token `begin` may have started with less context.
         context_tokens = max(0.0, begin - regime.most - 1.0) + float(prompts.min())
-        arrays = RequestArrays(levels[regime.strategy.drafter], lengths, siblings, prompts)
+        arrays = RequestArrays(lengths, siblings, prompts)
         return acceptance.at_context(context_tokens).most_tokens(regime.strategy, arrays)
 
     # Acceptance that falls with context has a bound for each stretch of a response.

@@ -459,7 +459,7 @@ class Scenario(SimulationConfig):
         alike = not drafters_of(strategies) or (model is not None and model.varies_by == "nothing")
 
         def least(step: Requests, shapes: Sequence[Floors]) -> float:
-            bound_s = lower_bound_s(step, shapes, model, self.seed)
+            bound_s = lower_bound_s(step, shapes, model)
             if alike:
                 bound_s = max(bound_s, shared_bound_s(step, shapes))
             if step.turns is not None and self.max_tools is not None:
@@ -472,7 +472,7 @@ class Scenario(SimulationConfig):
                 moving_s = staying_s = least(step, floors)
                 if len(floors) > 1:
                     staying_s = least(step, floors[:1])
-                bounds_s[:, at] = moving_s, max(staying_s, fixed_bound_s(step, floors[0], model, self.seed))
+                bounds_s[:, at] = moving_s, max(staying_s, fixed_bound_s(step, floors[0], model))
         return np.minimum(bounds_s + self.costs.outside_s * (bounds_s > 0), alone)
 
 

@@ -438,8 +438,7 @@ def check_acceptance(source: Callable[[], AcceptanceModel] | AcceptanceModel) ->
     """Check that an acceptance model keeps every promise of its base class; AssertionError if it does not.
 
     P(accepted >= i) lies in [0, 1] and falls with i, one row per request, the same row where requests are alike;
-    answers are the same when asked again; no more tokens are accepted than drafted; levels depend on the seed and the
-    request alone; `most_tokens` is never exceeded.
+    answers are the same when asked again; no more tokens are accepted than drafted; `most_tokens` is never exceeded.
     """
     model = _part(source, AcceptanceModel)
     assert model.varies_by in ("nothing", "request"), f"varies_by must be nothing or request, got {model.varies_by!r}"
@@ -457,18 +456,13 @@ def check_acceptance(source: Callable[[], AcceptanceModel] | AcceptanceModel) ->
 
 
 def _check_strategy(model: Acceptance, strategy: Strategy) -> None:
-    reach, drafter = strategy.reach, strategy.drafter
+    reach = strategy.reach
     drafted = model.num_drafted(strategy)
     assert 0 <= drafted <= strategy.tokens_to_verify - 1, f"num_drafted of {strategy} is {drafted}"
-    keys = [(0, f"p{i // 2}", i % 2, 0) for i in range(6)]
-    levels = model.levels(drafter, keys, 3)
-    assert levels.shape == (6,), f"levels must have an entry per request, got {levels.shape}"
-    alone = np.concatenate([model.levels(drafter, [key], 3) for key in keys])
-    assert np.array_equal(levels, alone), "levels depend on the other requests; draw from the seed and the key alone"
     zeros, longest, beside = np.zeros(6), np.full(6, 1000.0), np.full(6, 3.0)
     rows = {}
     for name, at, siblings in (("early", zeros, zeros), ("late", longest, zeros), ("last", longest, beside)):
-        requests = RequestArrays(levels, at, siblings)
+        requests = RequestArrays(at, siblings)
         rows[name] = survival = np.asarray(model.survival(strategy, requests))
         assert survival.shape == (6, reach), (
             f"survival of {strategy} must have shape (6, {reach}), got {survival.shape}"
@@ -483,7 +477,7 @@ def _check_strategy(model: Acceptance, strategy: Strategy) -> None:
         assert alike, f"varies_by is nothing, but the survival of {strategy} differs by request"
         accepted = model.tokens_per_iteration(strategy) - 1
         assert accepted <= drafted + 1e-9, f"{strategy}: {accepted:g} tokens are accepted of {drafted:g} drafted"
-    most = model.most_tokens(strategy, RequestArrays(levels, longest, beside)) + 1e-9
+    most = model.most_tokens(strategy, RequestArrays(longest, beside)) + 1e-9
     exceeded = any((1 + survival.sum(axis=1) > most).any() for survival in rows.values())
     assert not exceeded, f"{strategy}: more tokens than most_tokens returns"
 

@@ -116,9 +116,8 @@ class Chances(Gains):
         """P(accepted >= i) of each resident, `ahead` tokens further on; 0 beyond what it is drafted."""
         residents = batch.residents
         full = strategy if drafted is None else Strategy.chain(strategy.drafter, strategy.draft_depth)
-        levels = self._requests.levels(self._model, strategy.drafter, self._rates.seed)[residents]
         siblings = self._groups.siblings(residents)
-        requests = RequestArrays(levels, batch.made[residents] + ahead, siblings, self._prompts[residents])
+        requests = RequestArrays(batch.made[residents] + ahead, siblings, self._prompts[residents])
         survival = self._model.at(len(batch)).survival(full, requests)
         if drafted is None:
             return survival

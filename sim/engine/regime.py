@@ -112,7 +112,7 @@ class Regimes:
             rows = [self._acceptance.positions(strategy.drafter, key, tokens) for key, tokens in pairs if tokens]
             return 1.0 + float(np.minimum(np.concatenate(rows), regime.most).mean())
         zero, half = np.zeros(1), requests.lengths.mean(keepdims=True) / 2
-        halfway = RequestArrays(zero, half, zero, float(requests.prompts.mean()))
+        halfway = RequestArrays(half, zero, float(requests.prompts.mean()))
         return 1.0 + float(self._acceptance.at(batch).survival(strategy, halfway).sum())
 
     def up_to(self, batch: int) -> list[Regime]:

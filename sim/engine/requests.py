@@ -10,7 +10,6 @@ from functools import cached_property, partial
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.base import Acceptance
 from tltlab.arrays import Array, Flags, Floats, Ints, Words
 from tltlab.costs.stages import StepWorkload
 from tltlab.errors import ConfigError
@@ -123,7 +122,6 @@ class Requests:
     prefix_caching: bool = False
     kept: Ints | None = None
     _seeds: dict[int, Words] = field(default_factory=dict, init=False)
-    _levels: dict[tuple[str, int], tuple[Acceptance, Floats]] = field(default_factory=dict, init=False)
     _work: dict[int, StepWorkload] = field(default_factory=dict, init=False)
     _placed: list[tuple[list[list[int]], Ints, Residents]] = field(default_factory=list, init=False)
 
@@ -191,13 +189,6 @@ class Requests:
         if seed not in self._seeds:
             self._seeds[seed] = request_seeds(seed, self.keys)
         return self._seeds[seed]
-
-    def levels(self, model: Acceptance, drafter: str, seed: int) -> Floats:
-        """The level that a model draws for each, drawn once as long as the model stays the same."""
-        entry = self._levels.get((drafter, seed))
-        if entry is None or entry[0] is not model:
-            entry = self._levels[drafter, seed] = model, model.levels(drafter, self.keys, seed)
-        return entry[1]
 
     def placed(self, queues: list[list[int]]) -> tuple[Ints, Residents]:
         """The worker of each request, and all that have tokens as they begin: worked out once for all policies."""

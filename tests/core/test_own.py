@@ -396,8 +396,6 @@ BROKEN_ACCEPTANCE = {
     "between 0 and 1": survival_of(lambda rows: rows + 1),
     "rises": survival_of(lambda rows: rows[:, ::-1]),
     "asked again": survival_of(lambda rows: rows / (1 + next(NUMBERS))),
-    "the other requests": accepting(Each, levels=lambda self, drafter, keys, seed: np.arange(len(keys)) * 1.0),
-    "entry per request": accepting(Each, levels=lambda self, drafter, keys, seed: np.zeros(1)),
     "most_tokens": accepting(Each, most_tokens=lambda self, strategy, requests: np.ones(len(requests))),
 }
 

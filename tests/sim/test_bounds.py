@@ -282,7 +282,7 @@ def test_no_moves_and_no_changes_of_shape_undercut_the_bound(instance, base, sha
     (step,), model = scenario.steps, scenario.acceptance
     for known, chosen in ((floors[:1], {1: small}), (floors, shapes)):
         best = moving_optimum(instance, chosen)
-        assert lower_bound_s(step, known, model, instance.seed) <= best * CLOSE
+        assert lower_bound_s(step, known, model) <= best * CLOSE
         if model.varies_by == "nothing":
             assert shared_bound_s(step, known) <= best * CLOSE
     assert best <= moving_optimum(instance, {1: small}) <= optimum(instance) * CLOSE
@@ -304,15 +304,15 @@ def test_no_placement_and_no_policy_beats_shared_bound(lengths, workers, placeme
     bound_s = shared_bound_s(step, [floors])
     rollout_s = scenario.rollouts(policy)[0].makespan_s
     assert bound_s <= rollout_s * CLOSE
-    older_s = lower_bound_s(step, [floors], model, 0)
+    older_s = lower_bound_s(step, [floors], model)
     assert bound_s >= 0.999 * older_s if not speculates else bound_s > 0
-    assert 0 < fixed_bound_s(step, floors, model, 0) <= rollout_s * CLOSE
+    assert 0 < fixed_bound_s(step, floors, model) <= rollout_s * CLOSE
 
 
 def test_a_long_response_needs_room_of_its_own():
     per_request = costs(base_s=1.0, per_request_s=0.5)
     step, floors = step_of([1000] + [200] * 30), floors_of(per_request, 2, 31)
-    assert shared_bound_s(step, [floors]) > 1.1 * lower_bound_s(step, [floors], None, 0)
+    assert shared_bound_s(step, [floors]) > 1.1 * lower_bound_s(step, [floors], None)
 
 
 @pytest.mark.parametrize("acceptance", ["ngram=0.8@1k", "ngram=0.8@3k", "ngram=0.8"])
@@ -343,8 +343,8 @@ def test_without_moves_a_drain_is_optimal(lengths, per_context_s, seconds):
     step, floors = step_of(lengths, prompts=100), floors_of(terms, 2, len(lengths))
     trace = of_lengths(lengths, workers=2, prompt_tokens=100)
     assert simulate(trace, costs=terms, placement="longest_first").makespan_s == pytest.approx(seconds)
-    assert fixed_bound_s(step, floors, None, 0) == pytest.approx(seconds)
-    assert lower_bound_s(step, [floors], None, 0) < 0.95 * seconds
+    assert fixed_bound_s(step, floors, None) == pytest.approx(seconds)
+    assert lower_bound_s(step, [floors], None) < 0.95 * seconds
 
 
 SPLIT = with_terms(COSTS, base_s=2e-3, per_context_s=6e-9, per_token_s=6e-6)
@@ -356,7 +356,7 @@ SPLIT = with_terms(COSTS, base_s=2e-3, per_context_s=6e-9, per_token_s=6e-6)
 def test_bound_of_two_shapes_is_at_most_that_of_either(lengths, large):
     step, small, most = step_of(lengths), 4 * large, len(lengths)
     shapes = [floors_of(COSTS, small, most), floors_of(SPLIT, large, most, gpus=4)]
-    for bound in (lambda shapes: lower_bound_s(step, shapes, None, 0), lambda shapes: shared_bound_s(step, shapes)):
+    for bound in (lambda shapes: lower_bound_s(step, shapes, None), lambda shapes: shared_bound_s(step, shapes)):
         both_s = bound(shapes)
         assert 0 < both_s <= min(bound([floors]) for floors in shapes) * CLOSE
         assert both_s == pytest.approx(bound(shapes[::-1]))

@@ -38,12 +38,11 @@ UNKNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class RequestArrays:
-    """Requests that a model answers for, one entry each: level, tokens generated, finished samples of its group.
+    """Requests that a model answers for, one entry each: tokens generated, finished samples of its group.
 
     `prompt_tokens` is one number where all prompts are of one length.
     """
 
-    levels: Floats
     generated_tokens: Floats
     num_siblings: Floats
     prompt_tokens: Floats | float = 0.0
@@ -55,12 +54,12 @@ class RequestArrays:
 
     @classmethod
     def zeros(cls, num_requests: int) -> RequestArrays:
-        """Requests of level 0 at their start, the first of their groups."""
+        """Requests at their start, the first of their groups."""
         zeros = np.zeros(num_requests)
-        return cls(zeros, zeros, zeros)
+        return cls(zeros, zeros)
 
     def __len__(self) -> int:
-        return len(self.levels)
+        return len(self.generated_tokens)
 
     def alike(self, row: Floats) -> Floats:
         """One row for every request, shape (requests, reach)."""
@@ -136,10 +135,6 @@ class Acceptance(ABC):
         """Iterations for which a simulation may hold the chances of a request."""
         return REFRESH_ITERATIONS
 
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
-        """One level per request, known or drawn from (seed, key) alone, independent of the other requests."""
-        return np.zeros(len(keys))
-
     def positions(self, drafter: str, key: Key, num_tokens: int) -> Bytes:
         """Acceptable tokens at positions 0..num_tokens - 1 of one request, where acceptance is replayed."""
         raise TypeError("a model has no recorded positions: ask for chances")
@@ -154,7 +149,7 @@ class Acceptance(ABC):
             model.survival(strategy, RequestArrays.zeros(0))
 
     def curve(self, strategy: Strategy) -> Floats:
-        """P(accepted >= i) for i = 1..reach of one request of level 0 at its start."""
+        """P(accepted >= i) for i = 1..reach of one request at its start."""
         row: Floats = self.survival(strategy, RequestArrays.zeros(1))[0]
         return row
 
@@ -273,9 +268,6 @@ class Wrapped(Acceptance):
     def refresh_iterations(self) -> int:
         changing = (part.refresh_iterations for part in self.parts if part.varies_by == "request")
         return min(changing, default=REFRESH_ITERATIONS)
-
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
-        return self.of(drafter).levels(drafter, keys, seed)
 
     def num_drafted(self, strategy: Strategy) -> float:
         return self.of(strategy.drafter).num_drafted(strategy)

@@ -21,13 +21,12 @@ from tltlab.traces.drafts import recorded_drafts, walked_drafts
 from tltlab.traces.schema import KEY
 
 CHAIN = Strategy.chain("ngram", 4)
-SPREAD = CurveAcceptance(keep_logits=(0.4,), spread=0.8)
 SIBLINGS = SiblingAcceptance(drafter="ngram", alone=0.3, most=0.8, exponent=0.7, own_tokens=200)
 TRACES = Path(__file__).parents[3] / "traces"
 
 
-def survival(model, strategy=CHAIN, level=0.0, generated=0.0, siblings=0.0):
-    return model.survival(strategy, RequestArrays(*(np.array([x], float) for x in (level, generated, siblings))))[0]
+def survival(model, strategy=CHAIN, generated=0.0, siblings=0.0):
+    return model.survival(strategy, RequestArrays(*(np.array([x], float) for x in (generated, siblings))))[0]
 
 
 def test_siblings_help_and_so_does_own_text():
@@ -39,11 +38,11 @@ def test_siblings_help_and_so_does_own_text():
     assert survival(deaf, generated=1e5)[0] == pytest.approx(0.3)
 
 
-@given(st.floats(-3, 3), st.floats(1, 5000), st.floats(0, 1))
-def test_no_state_beats_most_request_can_get(level, length, share):
-    for model in (SPREAD, SIBLINGS, CurveAcceptance(keep_logits=(0.0, 0.5), drift=-0.5)):
-        (most,) = model.most_tokens(CHAIN, RequestArrays(*(np.array([x]) for x in (level, length, 7.0))))
-        assert 1 + survival(model, level=level, generated=length * share, siblings=7 * share).sum() <= most + 1e-12
+@given(st.floats(1, 5000), st.floats(0, 1))
+def test_no_state_beats_most_request_can_get(length, share):
+    for model in (SIBLINGS, CurveAcceptance(keep_logits=(0.0, 0.5), drift=-0.5)):
+        (most,) = model.most_tokens(CHAIN, RequestArrays(*(np.array([x]) for x in (length, 7.0))))
+        assert 1 + survival(model, generated=length * share, siblings=7 * share).sum() <= most + 1e-12
 
 
 @pytest.mark.parametrize(
@@ -130,10 +129,10 @@ def drawn(model, num_requests, num_drafts, seed=0, depth=4):
     """Drafts of responses that follow a model exactly."""
     rng = np.random.default_rng(seed)
     keys = [(0, f"p{i}", 0, 0) for i in range(num_requests)]
-    levels, siblings = model.levels("ngram", keys, seed), rng.integers(0, 8, num_requests)
+    siblings = rng.integers(0, 8, num_requests)
     at, rows = np.zeros(num_requests), []
     for _ in range(num_drafts):
-        kept = model.survival(Strategy.chain("ngram", depth), RequestArrays(levels, at, siblings))
+        kept = model.survival(Strategy.chain("ngram", depth), RequestArrays(at, siblings))
         accepted = (rng.random((num_requests, 1)) < kept).sum(axis=1)
         columns = {"drafter": "ngram", "reach": depth, "generated_tokens": at.astype(int), "accepted": accepted}
         rows.append(pd.DataFrame(keys, columns=list(KEY)).assign(**columns, num_siblings=siblings))
@@ -156,4 +155,4 @@ def test_fit_finds_siblings_that_made_drafts():
 
 def test_fits_refuse_too_little():
     with refused(ConfigError, naming=("10", "32")):
-        fitted(drawn(SPREAD, 4, 20).head(10))
+        fitted(drawn(SIBLINGS, 4, 20).head(10))

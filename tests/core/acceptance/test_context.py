@@ -24,7 +24,7 @@ SHORT = ContextAcceptance(base=GeometricAcceptance(alpha=0.64), trained_tokens=2
 def tokens(model, context, prompt=0.0, strategy=CHAIN):
     """Tokens of an iteration at a context, `prompt` of them in the prompt."""
     zero = np.zeros(1)
-    kept = model.survival(strategy, RequestArrays(zero, zero + context - prompt, zero, zero + prompt))
+    kept = model.survival(strategy, RequestArrays(zero + context - prompt, zero, zero + prompt))
     return 1.0 + float(kept.sum())
 
 
@@ -53,7 +53,7 @@ def test_prompt_and_response_count_alike():
 def test_every_token_of_draft_loses_same_share():
     model = load_acceptance("0.8/0.6/0.3@1k")
     zero = np.zeros(1)
-    kept = model.survival(CHAIN, RequestArrays(zero, zero + 5 * 1024, zero))[0]
+    kept = model.survival(CHAIN, RequestArrays(zero + 5 * 1024, zero))[0]
     assert kept == pytest.approx([0.4, 0.4 * 0.375, 0.4 * 0.375 * 0.25])
 
 
@@ -130,7 +130,7 @@ def test_most_tokens_hold_between_ends_of_response():
     rising = SiblingAcceptance(alone=0.1, most=0.95, exponent=1.0, own_tokens=300.0)
     model = PerDrafter({"learned": ContextAcceptance(base=rising, trained_tokens=400)})
     zero = np.zeros(1)
-    (most,) = model.most_tokens(CHAIN, RequestArrays(zero, zero + 3000, zero, 100.0))
+    (most,) = model.most_tokens(CHAIN, RequestArrays(zero + 3000, zero, 100.0))
     assert all(tokens(model, 100.0 + at, prompt=100.0) <= most for at in range(0, 3000, 50))
 
 

@@ -192,7 +192,7 @@ def test_drafter_without_model_is_refused_by_name():
 
 def test_one_drafter_differs_by_request():
     model = load_acceptance("learned=geometric:0.7,ngram=seer-siblings")
-    some = RequestArrays(np.zeros(2), np.zeros(2), np.array([0.0, 5.0]))
+    some = RequestArrays(np.zeros(2), np.array([0.0, 5.0]))
     settled = model.in_state({})
     assert model.varies_by == "request"
     text = SHIPPED["seer-siblings"].survival(chain(2), some)

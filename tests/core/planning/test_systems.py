@@ -85,7 +85,7 @@ def test_earlier_responses_count_as_finished_siblings():
 def test_seers_accepted_length_by_number_of_siblings(siblings, tokens):
     """Its table of linear drafts, which the shipped curve is fitted to."""
     nobody = np.zeros(1)
-    survival = SIBLINGS.survival(Strategy.chain("suffix", 8), RequestArrays(nobody, nobody, nobody + siblings))
+    survival = SIBLINGS.survival(Strategy.chain("suffix", 8), RequestArrays(nobody, nobody + siblings))
     assert 1 + survival.sum() == pytest.approx(tokens, abs=0.03)
 
 
@@ -288,7 +288,7 @@ def test_concurrent_drafters_differ_at_every_batch():
     for batch, model in ((3, bad), (4, good)):
         assert both.at(batch).survival(chain, nobody)[1] == pytest.approx(model.curve(chain))
     assert both.most_tokens(chain, nobody)[0] == pytest.approx(1.0 + good.curve(chain).sum())
-    some = RequestArrays(np.zeros(2), np.zeros(2), np.array([0.0, 3.0]))
+    some = RequestArrays(np.zeros(2), np.array([0.0, 3.0]))
     assert both.survival(text, some) == pytest.approx(SIBLINGS.survival(text, some))
 
 

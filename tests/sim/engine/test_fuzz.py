@@ -104,7 +104,7 @@ SIBLINGS = st.builds(
     SiblingAcceptance, alone=st.floats(0.0, 0.5), most=st.floats(0.5, 1.0), exponent=st.floats(0.2, 2.0)
 )
 OWN = st.builds(
-    lambda logit, spread: CurveAcceptance(names=("ngram", "learned"), keep_logits=(logit,), spread=spread),
+    lambda logit, drift: CurveAcceptance(names=("ngram", "learned"), keep_logits=(logit,), drift=drift),
     st.floats(-2.0, 2.0),
     st.floats(0.0, 1.0),
 )

@@ -199,14 +199,13 @@ def test_acceptance_by_batch_takes_time_of_its_iterations(req, cost, threshold, 
 @HALF
 @given(requests(), costs(), ALPHAS, THRESHOLDS, SEEDS)
 def test_acceptance_by_request_takes_time_of_its_iterations(req, cost, alpha, threshold, seed):
-    model = CurveAcceptance(keep_logits=(4.0 * alpha - 2.0,), spread=1.0)
-    levels = model.levels("ngram", req.keys, seed)
+    model = CurveAcceptance(keep_logits=(4.0 * alpha - 2.0,))
+    (kept,) = model.survival(Strategy.chain("ngram", 8), RequestArrays.zeros(1))
 
     def own(request, generated, num_speculative, regime):
         if not regime.strategy.speculates:
             return 1.0
-        level = levels[[request]]
-        return 1.0 + float(model.survival(regime.strategy, RequestArrays(level, level, level)).sum())
+        return 1.0 + float(kept[: regime.strategy.reach].sum())
 
     assert_agree(req, cost, model, Rates(model=model, costs=cost, seed=seed), threshold, gain=own)
 
