@@ -14,7 +14,7 @@ from tltlab.report.timeline import LOOKS
 from tltlab.sim.idle_training import SimulatedSpotTrainer
 
 SIMPLE = SpotTraining(
-    padded_samples_per_s=4, packed=False, samples_per_update=8, sample_tokens=100, scaling_efficiency=1,
+    samples_per_s=4, samples_per_update=8, sample_tokens=100, scaling_efficiency=1,
     start_s=5, join_s=1, checkpoint_every=10, checkpoint_s=0.5, carried_share=0,
 )  # fmt: skip
 """An update of one worker takes 2 s, a cycle of ten with its checkpoint 20.5 s."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, model_validator
 
 from tltlab.arrays import Floats, Ints
 from tltlab.config import FrozenModel, Share
@@ -29,7 +29,6 @@ Span = tuple[int, int]
 CELL_TOKENS = 16
 """Drafts that begin within so many tokens of each other are counted together."""
 MIN_DRAFTS = 32
-DraftedShare = Annotated[float, Field(gt=0, le=1)]
 
 
 class TreeRange(FrozenModel):
@@ -137,7 +136,6 @@ class SiblingAcceptance(OfOneDrafter):
     most: Share
     exponent: PositiveFloat
     own_tokens: PositiveFloat | None = None
-    drafted_share: DraftedShare = 1.0
     notes: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -156,9 +154,6 @@ class SiblingAcceptance(OfOneDrafter):
         self.check_drafter(strategy)
         alpha = self.alpha(requests.num_siblings, requests.generated_tokens)
         return alpha[:, None] ** np.arange(1, strategy.reach + 1)
-
-    def num_drafted(self, strategy: Strategy) -> float:
-        return self.drafted_share * strategy.reach
 
 
 def fit_siblings(

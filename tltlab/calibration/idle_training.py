@@ -43,10 +43,10 @@ def fit_spot(trace: Trace) -> SpotFit:
     """Fit `SpotTraining` to the trace's spot_training.parquet.
 
     A term that the table does not identify keeps its default, with a note. The table does not identify how long an
-    optimizer step alone takes (part of the rate), what padding would cost (the factor stays TLT's), nor what
-    limits training but time: `carried_share`. `scaling_efficiency` counts updates, not tokens, and
-    `checkpoint_every` is somewhat large: what periods trained after their last whole one counts too. Raises ConfigError
-    for a trace without the table, and for one without a single update.
+    optimizer step alone takes (part of the rate), nor what limits training but time: `carried_share`.
+    `scaling_efficiency` counts updates, not tokens, and `checkpoint_every` is somewhat large: what periods trained
+    after their last whole one counts too. Raises ConfigError for a trace without the table, and for one without a
+    single update.
     """
     table = trace.spot_training
     place = trace.path or "the trace"
@@ -74,7 +74,6 @@ def fit_spot(trace: Trace) -> SpotFit:
         "checkpoint_s": float(rows["blocked_s"].sum()) / checkpoints if checkpoints else np.nan,
         "yield_s": float(rows.loc[rows["ended"] == "stopped", "yield_s"].mean()),
     }
-    default = SpotTraining()
     known = {name: value for name, value in terms.items() if np.isfinite(value)}
     notes = [f"{name} keeps its default: the table does not identify it" for name in terms if name not in known]
     held_s, wait_s = float(rows["duration"].sum()), float(rows["wait_s"].sum())
@@ -83,7 +82,7 @@ def fit_spot(trace: Trace) -> SpotFit:
             f"{wait_s / held_s:.0%} of the time in training was spent waiting for data: what limits it is not in the "
             f"table, and the model does not foresee it"
         )
-    rates = {"padded_samples_per_s": samples * rate / default.packing_factor, "samples_per_update": samples}
+    rates = {"samples_per_s": samples * rate, "samples_per_update": samples}
     model = SpotTraining.model_validate(rates | known)
     return SpotFit(model=model, residuals=_residuals(periods, rate, model.scaling_efficiency), notes=tuple(notes))
 

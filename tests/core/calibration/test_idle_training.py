@@ -22,7 +22,7 @@ from tltlab.traces.trace import read
 from ...spot_rows import frame, spot_rows
 
 TRUTH = SpotTraining(
-    padded_samples_per_s=20, packed=False, samples_per_update=4, sample_tokens=300, scaling_efficiency=0.6,
+    samples_per_s=20, samples_per_update=4, sample_tokens=300, scaling_efficiency=0.6,
     start_s=1.5, join_s=0.4, checkpoint_every=25, checkpoint_s=0.05, yield_s=0.2,
 )  # fmt: skip
 """An update of one worker takes 0.2 s."""
@@ -59,7 +59,6 @@ def test_run_gives_back_what_it_was_made_with(seed):
     assert model.checkpoint_s == pytest.approx(0.05)
     assert 25 <= model.checkpoint_every <= 35
     assert 0.2 <= model.yield_s <= 0.2 + 0.05 + 0.3
-    assert model.packed, "the table knows packed training only"
 
 
 NOTHING = ["setup_s", "train_s", "wait_s", "blocked_s", "updates", "tokens", "sequences", "checkpoints"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tltlab.coordination.progress import CHECKPOINT_S, Progress, SpotTraining, Trained
 
 SIMPLE = SpotTraining(
-    padded_samples_per_s=4, packed=False, samples_per_update=8, sample_tokens=100, scaling_efficiency=1,
+    samples_per_s=4, samples_per_update=8, sample_tokens=100, scaling_efficiency=1,
     start_s=5, join_s=1, checkpoint_every=10, checkpoint_s=0.5,
 )  # fmt: skip
 """An update of one worker takes 2 s, a cycle of ten with its checkpoint 20.5 s."""
@@ -74,12 +74,6 @@ def test_stopped_it_loses_nothing_killed_what_was_not_saved():
     stopped, killed = (train(SIMPLE, [(0.0, 1)], ENDS_S, kill=kill) for kill in (False, True))
     assert stopped == Trained(updates=23, checkpoints=3, tokens=18400)
     assert killed == Trained(updates=20, updates_lost=3, checkpoints=2, tokens=16000)
-
-
-def test_packing_is_worth_its_factor():
-    packed, padded = SpotTraining(), SpotTraining(packed=False)
-    assert packed.samples_per_s == pytest.approx(29.6)
-    assert padded.update_s(1) / packed.update_s(1) == pytest.approx(2.2, rel=0.02)
 
 
 def test_the_checkpoint_that_blocks_less_leaves_more_updates():

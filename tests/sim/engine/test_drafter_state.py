@@ -22,7 +22,7 @@ AGING = FreshAcceptance(
     base=GeometricAcceptance(alpha=0.8),
     freshness=Freshness(untrained=0.6, floor=0.5, age_steps=2.0, updates_to_train=5.0),
 )
-QUICK = SpotTraining(start_s=0.01, join_s=0.0, padded_samples_per_s=1000.0)
+QUICK = SpotTraining(start_s=0.01, join_s=0.0, samples_per_s=2225.0)
 
 
 def accept_lengths(**options):

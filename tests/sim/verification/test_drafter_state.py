@@ -19,7 +19,7 @@ from .recorded import record
 
 CHAIN = load_policy("learned:3")
 QUICK = SpotTraining(
-    padded_samples_per_s=400, packed=False, samples_per_update=4, sample_tokens=100, scaling_efficiency=0.5,
+    samples_per_s=400, samples_per_update=4, sample_tokens=100, scaling_efficiency=0.5,
     start_s=0.05, join_s=0.02, checkpoint_every=10, checkpoint_s=0.005,
 )  # fmt: skip
 """An update of one worker takes 10 ms; the rollouts below leave workers idle for a second or more."""
