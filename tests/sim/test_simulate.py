@@ -436,7 +436,7 @@ UNKNOWN = ("'ngarm'", "'ngram'")
     ("ask", "options", "naming"),
     [
         *((simulate, {"policy": unknown}, UNKNOWN) for unknown in ("ngarm:4", Ngarm.strategies[0], Ngarm)),
-        *((compare, {"policies": [unknown]}, UNKNOWN) for unknown in ("ngarm:4", Ngarm.strategies[0], Ngarm)),
+        (compare, {"policies": [Ngarm]}, UNKNOWN),
         (tune, {"drafters": ("ngarm",)}, UNKNOWN),
         (simulate, {"policy": "ngram:4x2/7"}, ("ngram:4x2/7", "top_k", 2)),
         (

@@ -229,22 +229,11 @@ def test_responses_near_the_cap_are_punished_softly():
     assert shaped("penalty") == shaped("penalty", 20)
 
 
-def one_token(ratio, advantage, correction=None, **settings):
-    """The loss of one token."""
-    return float(
-        terms_of(
-            TrainConfig(**settings), logp=torch.tensor([math.log(ratio)]), old_logp=torch.zeros(1),
-            advantages=torch.tensor([advantage]), weights=torch.ones(1), correction=correction,
-        ).loss
-    )  # fmt: skip
-
-
 def test_importance_weights_are_cut_above_alone():
     old = torch.tensor([-1.0, -1.0, -1.0, -500.0, 0.0], requires_grad=True)
     weights = correction_weights(old, torch.tensor([-1.0, -3.0, 0.0, 0.0, -500.0]), 2.0)
     assert weights.tolist() == pytest.approx([1.0, 2.0, math.exp(-1), 0.0, 2.0], abs=1e-6)
     assert not weights.requires_grad
-    assert one_token(1.1, 2.0, correction=torch.tensor([0.5])) == pytest.approx(-1.1)
 
 
 def test_the_mismatch_is_that_of_its_formulas():
