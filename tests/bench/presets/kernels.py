@@ -78,7 +78,9 @@ class Kernels:
         axes, rows = (self.tokens, self.n, self.k), np.asarray(m, np.float64)
         ideal = self.ideal_gemm_s(self.tokens[:, None, None], self.n[None, :, None], self.k[None, None, :])
         excess = RegularGridInterpolator([np.log(axis) for axis in axes], _filled(np.log(self.gemm / ideal)))
-        at = [np.log(np.clip(x, axis[0], axis[-1])) for axis, x in zip(axes, (rows, n, k), strict=True)]
+        at = [
+            np.log(np.clip(x, axis[0], axis[-1])) for axis, x in zip(axes, np.broadcast_arrays(rows, n, k), strict=True)
+        ]
         return np.asarray(self.ideal_gemm_s(rows, n, k) * np.exp(excess(tuple(at))).reshape(rows.shape), np.float64)
 
     def ideal_gemm_s(self, m: Floats, n: Floats | float, k: Floats | float) -> Floats:
