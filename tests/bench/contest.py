@@ -45,10 +45,7 @@ SOURCES: Mapping[str, str] = {
     "ucb1": "Auer, Cesa-Bianchi and Fischer 2002, relative rewards",
     "beg-mab published": "TLT, arXiv 2511.16665, Algorithm 1",
     SEVERAL: "the same with several depths a bucket",
-    "beg-mab, arms and means": "several arms, and means for medians",
-    "beg-mab, arms and relative": "several arms, and rewards over plain decoding",
-    "beg-mab, arms and bands": "several arms, in buckets whose batches differ by 2 at most",
-    "beg-mab, all repairs": "all four",
+    "beg-mab, all repairs": "that, buckets whose batches differ by 2 at most, means, rewards over plain decoding",
     "none": "no speculation",
     ORACLE: "knows costs and acceptance, not luck",
 }
@@ -94,9 +91,6 @@ def policies_for(regime: PolicyRegime) -> dict[str, Policy]:
         "ucb1": lambda rng: Ucb1([NO_SPECULATION, *few], exploration=0.1, reward="relative"),
         "beg-mab published": lambda rng: BegMab(published, rng=rng),
         SEVERAL: lambda rng: BegMab(arms, rng=rng),
-        "beg-mab, arms and means": lambda rng: BegMab(arms, statistic="mean", rng=rng),
-        "beg-mab, arms and relative": lambda rng: BegMab(arms, reward="relative", rng=rng),
-        "beg-mab, arms and bands": lambda rng: BegMab(bands, rng=rng),
         "beg-mab, all repairs": lambda rng: BegMab(bands, statistic="mean", reward="relative", rng=rng),
         "none": NoneSpec(),
     }
