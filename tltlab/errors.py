@@ -24,15 +24,17 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
-def disk_full(error: BaseException) -> str:
+def disk_full(error: BaseException, path: object = None) -> str:
     """Return a sentence for an error that is of a full disk, "" for another; libraries quote the system's words.
+
+    `path` is what was written, where the error does not name it.
 
     >>> disk_full(OSError(28, "No space left on device", "runs/a/trace"))
     'the disk is full: runs/a/trace cannot be written; make room, then go on with --resume'
     """
     if "No space left on device" not in str(error):
         return ""
-    path = getattr(error, "filename", None)
+    path = getattr(error, "filename", None) or path
     what = f": {path} cannot be written" if path else ""
     return f"the disk is full{what}; make room, then go on with --resume"
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tltlab.coordination.machine import StopTraining, Train
-from tltlab.errors import ConfigError, RunError, one_line
+from tltlab.errors import ConfigError, RunError, disk_full, one_line
 from tltlab.files import new_file
 from tltlab.records import Fields, Json, frozen
 from tltlab.runtime.recipe.drafter import BufferConfig, DrafterConfig
@@ -596,7 +596,9 @@ def write_data(path: Path, sequences: Sequence[TrainingSequence], random_state: 
             torch.save((rows, random_state), new)
     except (OSError, RuntimeError) as error:
         cause = one_line(error)[:200]
-        raise RunError(f"cannot write training data to {path}, is the disk full? ({cause})") from error
+        raise RunError(
+            disk_full(error, path) or f"cannot write training data to {path}, is the disk full? ({cause})"
+        ) from error
 
 
 def read_data(path: Path) -> tuple[list[TrainingSequence], Fields]:

@@ -46,7 +46,7 @@ from transformers import (
 )
 
 from tltlab.arrays import Tokens
-from tltlab.errors import ConfigError, RunError, one_line, refuse
+from tltlab.errors import ConfigError, RunError, disk_full, one_line, refuse
 from tltlab.files import Hashing, fsync_file, read_text, write_sum
 from tltlab.records import Json, frozen
 from tltlab.runtime.drafter.heads.head import mtp_weights, save_with_mtp
@@ -642,8 +642,10 @@ def save_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
         if rank == 0:
             (folder / STATE).write_text(json.dumps({"steps": steps}))
     except (OSError, SafetensorError, CheckpointException) as error:
-        cause = one_line(error)[-200:]
-        raise RunError(f"cannot write the trainer's checkpoint to {folder}, is the disk full? ({cause})") from error
+        cause = one_line(str(error).strip().rpartition("\n")[2])[:200]
+        raise RunError(
+            disk_full(error, folder) or f"cannot write the trainer's checkpoint {folder}: {cause}"
+        ) from error
 
 
 def load_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int) -> int:

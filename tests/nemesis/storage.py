@@ -254,6 +254,7 @@ def case(seed, points, twin, folder):
         checker.require(told.code in (FINISHED, REFUSED, -signal.SIGKILL), ended)
         checker.require(told.code != -signal.SIGKILL or "kill" in did, ended)
         checker.require(told.code != REFUSED or {"error", "full", "stop"} & set(did), ended)
+        checker.require(told.code != REFUSED or 'File "' not in told.said, "a sentence has a traceback in it:", ended)
         checker.killed(run, told.durable or told.begins)
         whole = RunCheckpoints(run / "checkpoints", keep=2).latest()
         checker.require(saved == 0 or (whole is not None and f"step-{saved:06d}" <= whole.name), whole, "not", saved)
