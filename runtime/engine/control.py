@@ -345,7 +345,7 @@ class Control:
         self.tracker.drafted(since_s, learned_s or 0.0, late_s)
         return drafts
 
-    def late_drafts(self, wait: Callable[[], Ahead], places: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    def late_drafts(self, wait: Callable[[], Ahead], places: Mapping[str, list[int]]) -> dict[str, list[int]]:
         """Return drafts for the iteration scheduled last, no longer than the `places` for them.
 
         `wait` returns requests that have such places, and tokens of the iteration before that are in no output yet;
@@ -371,7 +371,11 @@ class Control:
                     depths.append((live.key, depth))
                     names.append(live.name)
             makers, made = self.drafters.propose(strategy, depths, [[-1] * depth for _, depth in depths])
-        drafts = {name: draft for name, draft in zip(names, made, strict=True) if draft}
+        drafts: dict[str, list[int]] = {}
+        for name, draft in zip(names, made, strict=True):
+            if draft:
+                # Those of the workers fill their places.
+                drafts[name] = draft if draft[0] >= 0 else places[name]
         iteration.drafts, iteration.drafters = drafts, dict(zip(names, makers, strict=True))
         return drafts
 
