@@ -104,7 +104,7 @@ class RunEvidence:
     @property
     def is_over(self) -> bool:
         """True for a run whose last RL step is done."""
-        return self.summary.get("grpo_steps", 0) == self.setting("train.steps")
+        return bool(self.summary.get("grpo_steps", 0) == self.setting("train.steps"))
 
     @property
     def known(self) -> Trace:
