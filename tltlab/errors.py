@@ -32,7 +32,7 @@ def disk_full(error: BaseException, path: object = None) -> str:
     >>> disk_full(OSError(28, "No space left on device", "runs/a/trace"))
     'the disk is full: runs/a/trace cannot be written; make room, then go on with --resume'
     """
-    if "No space left on device" not in str(error):
+    if not any(words in str(error) for words in ("No space left on device", "Disk quota exceeded")):
         return ""
     path = getattr(error, "filename", None) or path
     what = f": {path} cannot be written" if path else ""

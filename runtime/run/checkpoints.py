@@ -7,7 +7,6 @@ Large files are hashed while they are written, into `NAME.sha256` next to them, 
 Files are read and checked when a run returns to a checkpoint; otherwise only their size is checked.
 """
 
-import errno
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tltlab.errors import ConfigError, RunError, one_line
+from tltlab.errors import ConfigError, RunError, disk_full, one_line
 from tltlab.files import fsync_file, fsync_folder, new_folder, read_text, sha256_of, write_durably, written_sum
 from tltlab.records import Json
 
@@ -48,9 +47,8 @@ class RunCheckpoints:
                 write(new)
                 self._seal(new, rl_step)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            reason = "the disk is full" if full else error.strerror or error
-            raise RunError(f"cannot write the checkpoint {final}: {reason}; earlier ones are unchanged") from error
+            why = disk_full(error, final) or f"cannot write the checkpoint {final}: {error.strerror or error}"
+            raise RunError(f"{why}; earlier checkpoints are unchanged") from error
         self._prune(rl_step)
         return final
 

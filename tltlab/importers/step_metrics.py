@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Annotated
 
 import numpy as np
@@ -96,6 +96,8 @@ KNOWN = ", ".join(dict.fromkeys(framework.name.split(",")[0] for framework in FR
 """The frameworks' names, as messages list them."""
 
 _MEANS = {key for framework in FRAMEWORKS for name in ("mean", "sequence") for key in framework.fields.get(name, ())}
+_ORDERED = (("least", "mean"), ("mean", "most"), ("mean", "sequence"))
+"""Fields of which the first is no more than the second."""
 MEAN = "response_length/mean"
 """Key of a mean length whose column a user names."""
 
@@ -215,12 +217,17 @@ class StepMetrics:
         return None if length is None or length < 1.0 or self.get("drafted") == 0.0 else length
 
     @property
+    def with_prompt(self) -> float:
+        """Mean tokens of a response with its prompt; 0 where one of them is unknown."""
+        mean, prompt = self.get("mean"), self.get("prompt")
+        return 0.0 if mean is None or prompt is None else mean + prompt
+
+    @property
     def num_responses(self) -> int | None:
         """Responses of the RL step, as logged, or all tokens over the mean tokens of a response with its prompt."""
         num, total = self.get("responses"), self.get("total_tokens") or self.tokens
-        mean, prompt = self.get("mean"), self.get("prompt")
-        if num is None and total is not None and mean is not None and prompt is not None and mean + prompt > 0:
-            num = total / (mean + prompt)
+        if num is None and total is not None and self.with_prompt:
+            num = total / self.with_prompt
         return None if num is None or num < 0.5 else round(num)
 
     @property
@@ -232,26 +239,20 @@ class StepMetrics:
     @property
     def contradiction(self) -> str:
         """Two metrics of the lengths that exclude each other, in words; empty where there are none."""
-        used, prompt = self.used, self.get("prompt")
-
-        def known(*names: str, times: float = 1.0) -> list[tuple[float, str]]:
-            return [(times * (self.get(name) or 0.0), used[name]) for name in names if name in used]
-
+        known = {name: (self.get(name) or 0.0, key) for name, key in self.used.items()}
         marks = {key: match for key in self.values if (match := _PERCENTILE.search(key))}
-        own = [key for key in marks if _PERCENTILE.sub("mean", key) == used.get("mean")]
-        percentiles = [(self.values[key], key) for key in sorted(own, key=lambda key: int(marks[key][1] or 50))]
-        least, most = known("least"), known("most")
-        means = known("mean", times=1.0 / max(1.0 - (self.get("aborted") or 0.0), 1e-9))
-        pairs = [*pairwise([*least, *percentiles, *most]), *product(least, means), *product(means, most)]
-        for (low, one), (high, other) in [*pairs, *product(known("mean"), known("sequence"))]:
-            if low > 1.001 * high + 0.5:
+        own = [key for key in marks if _PERCENTILE.sub("mean", key) == known.get("mean", ("", ""))[1]]
+        percentiles = ((self.values[key], key) for key in sorted(own, key=lambda key: int(marks[key][1] or 50)))
+        pairs = [*pairwise(filter(None, (known.get("least"), *percentiles, known.get("most"))))]
+        pairs += [(known[one], known[other]) for one, other in _ORDERED if {one, other} <= known.keys()]
+        for (low, one), (high, other) in pairs:
+            if low > 1.001 * high + 0.5 and not (self.get("aborted") and "min" in one):
                 return f"{one}, {low:g} tokens, is more than {other}, {high:g}"
+        whole, total = (self.get("responses") or 0.0) * self.with_prompt, self.get("total_tokens")
         has_turns = (self.get("turns") or 0.0) > self.framework.single_turn
-        counts = () if prompt is None else product(known("responses"), known("mean"), known("total_tokens"))
-        for (num, one), (mean, _), (total, other) in counts:
-            whole = num * (mean + (prompt or 0.0))
-            if whole > 1.05 * total or (whole < 0.95 * total and not has_turns):
-                return f"{one}, {num:g}, responses with their prompts are {whole:g} tokens, and {other} is {total:g}"
+        if whole and total and not has_turns and abs(whole / total - 1.0) > 0.05:
+            num, key = known["responses"]
+            return f"{key}, {num:g}, are {whole:g} tokens with prompts, and {known['total_tokens'][1]} is {total:g}"
         return ""
 
     @property

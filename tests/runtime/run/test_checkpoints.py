@@ -161,7 +161,7 @@ def test_only_a_newer_irremovable_checkpoint_ends_a_run(tmp_path, monkeypatch):
 
 def test_failed_writes_leave_earlier_checkpoints(tmp_path):
     checkpoints = saved(tmp_path, 1, keep=1)
-    with refused(RunError):
+    with refused(RunError, naming=("disk is full", "--resume")):
         checkpoints.save(2, writer(2, then=lambda folder: Path("/dev/full").write_bytes(b"1" * 10_000)))
     with pytest.raises(KeyError):
         checkpoints.save(2, writer(2, then=lambda folder: {}["weights"]))
