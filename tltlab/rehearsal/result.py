@@ -3,7 +3,7 @@
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -42,8 +42,7 @@ class Rehearsal:
     """A row per policy in `rows`, in the order of the plan: those of `agreement`, and what engines showed.
 
     Columns beside: `tail_s`, the part with few requests left (`tail_fraction`); `tokens_per_s`; `accept_length`;
-    `chose` and `graphs`, shares of iterations; `kv_tokens`, the most in the cache; `shipped_s` and `shipped_error`,
-    predicted from shipped costs; `why_not` is the reason for a missing prediction.
+    `shipped_s` and `shipped_error`, predicted from shipped costs; `why_not` is the reason for a missing prediction.
 
     `speedup` is that of `best`, the fastest policy of tltlab, over stock vLLM, or plain decoding where stock was not
     played; `simulated` the ratio of their predictions.
@@ -120,7 +119,7 @@ def judged(plan: RehearsalPlan, out: Path) -> Rehearsal:
     for name in names:
         steps = rollouts.loc[rollouts["policy"] == name, "rl_step"].tolist()
         why = f"not predicted: {found.why_not[name]}" if name in found.why_not else ""
-        shown[name] = _shown(trace.select(steps), name == STOCK) | {"why_not": why, "shipped_s": math.nan}
+        shown[name] = _shown(trace.select(steps)) | {"why_not": why, "shipped_s": math.nan}
         shown[name]["tokens_per_s"] = sum(map(sum, plan.lengths)) / rows["measured_s"][name]
         if costs is not None:
             scenario = Scenario.of(
@@ -150,18 +149,11 @@ def judged(plan: RehearsalPlan, out: Path) -> Rehearsal:
     return result
 
 
-def _shown(part: Trace, stock: bool) -> Json:
-    """Return what a policy's rollouts show beside their times; stock vLLM shows no strategies."""
-    iterations = part.table("iterations")
+def _shown(part: Trace) -> Json:
+    """Return what a policy's rollouts show beside their times."""
     windows = [window for step in part.rl_steps if (window := tail_window(part, step))]
-    row: Json = {"chose": {}, "graphs": {}, "kv_tokens": None, "accept_length": mean_accept_length(part)}
-    row["tail_s"] = float(np.mean([end - start for start, end in windows])) if windows else math.nan
-    if not stock and iterations is not None:
-        chosen = zip(iterations["drafter"], iterations["draft_depth"], strict=True)
-        row["chose"] = _shares(f"{drafter}:{depth}" if depth else "none" for drafter, depth in chosen)
-        row["graphs"] = _shares(iterations["graph"].dropna())
-        row["kv_tokens"] = iterations["kv_tokens"].max()
-    return row
+    tail_s = float(np.mean([end - start for start, end in windows])) if windows else math.nan
+    return {"accept_length": mean_accept_length(part), "tail_s": tail_s}
 
 
 def _record(plan: RehearsalPlan, out: Path) -> None:
@@ -188,11 +180,6 @@ def _record(plan: RehearsalPlan, out: Path) -> None:
             like = GenerationRequest(key=(0, "", 0, 0), prompt_token_ids=prompt, max_response_tokens=longest)
             shares = [[replace(like, key=response.key) for response in part.responses] for part in parts]
             recorder.add(visit, shares, parts, tokens=False)
-
-
-def _shares(values: Iterable[Any]) -> dict[str, float]:
-    counts = Counter(map(str, values))
-    return {name: count / counts.total() for name, count in counts.most_common()}
 
 
 def _shipped_costs(plan: RehearsalPlan) -> CostModel | None:

@@ -107,7 +107,6 @@ def test_measured_stands_beside_predicted(out, capsys):
     assert shown == json.loads((out / "summary.json").read_text()) | {"out": str(out)}
     rows = {row["policy"]: row for row in shown["policies"]}
     assert list(rows) == POLICIES
-    assert rows["ngram:4"]["chose"]["ngram:4"] > 0.5
     for name, row in rows.items():
         took = [each["seconds"] for each in played(out) if each.get("policy") == name]
         assert row["measured_s"] == pytest.approx(np.mean(took))
