@@ -78,13 +78,14 @@ class LearnedSpec(FiniteModel):
 
     "mtp" are multi-token-prediction layers, which some models bring along: without a `model` they are the target's own.
     "dflash" and "dspark" draft a block in one pass. `layers` counts the decoder layers, None as `NETWORK` or `BLOCK`.
+    "ngram_gpu" has no network: vLLM's own n-grams of 2 to 5 tokens in a request's text, looked up on the device.
 
     While it is not `trained` (random weights until its first update), and when it is older than `max_age` RL steps, the
     model-free drafter named `fallback` serves in its place; without one nothing is drafted then.
     """
 
     kind: Literal["learned"] = "learned"
-    method: Literal["eagle", "eagle3", "draft_model", "mtp", "dflash", "dspark"]
+    method: Literal["eagle", "eagle3", "draft_model", "mtp", "dflash", "dspark", "ngram_gpu"]
     model: str = ""
     trained: bool = True
     max_age: NonNegativeInt | None = None
@@ -93,19 +94,22 @@ class LearnedSpec(FiniteModel):
 
     @property
     def traits(self) -> DrafterTraits:
+        if self.method == "ngram_gpu":
+            return replace(TEXT, made_by="workers")
         usual = BLOCK if self.method in ("dflash", "dspark") else NETWORK
         return replace(usual, layers=self.layers or usual.layers)
 
     @model_validator(mode="after")
     def _names_its_weights(self) -> Self:
-        if not self.model and self.method != "mtp":
+        if not self.model and self.method not in ("mtp", "ngram_gpu"):
             raise ValueError(f"model: a drafter of method {self.method!r} needs the folder of its weights")
         return self
 
     @property
     def speculative_config(self) -> Json:
         """vLLM's `speculative_config`, which selects the target's own MTP layers where no model is named."""
-        return {"method": self.method} | ({"model": self.model} if self.model else {})
+        settings: Json = {"prompt_lookup_min": 2, "prompt_lookup_max": 5} if self.method == "ngram_gpu" else {}
+        return {"method": self.method} | ({"model": self.model} if self.model else settings)
 
 
 class HybridSpec(FiniteModel):
@@ -292,7 +296,7 @@ def check_drafter(target: str, name: str, spec: LearnedSpec) -> None:
     part of the vocabulary. A target whose own MTP layers are to draft needs to have some.
     """
     theirs, ours = (read_object(Path(model) / "config.json") for model in (target, spec.model or target))
-    if theirs and not spec.model and not any(theirs.get(field) for field in MTP_LAYERS):
+    if theirs and spec.method == "mtp" and not (spec.model or any(theirs.get(field) for field in MTP_LAYERS)):
         raise ConfigError(
             f"drafter {name}: {target} brings no MTP layers along, its config.json has none of {', '.join(MTP_LAYERS)}"
         )

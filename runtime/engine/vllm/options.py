@@ -393,6 +393,11 @@ def _unfit_policy(config, attachment: Attachment, policy: Policy) -> str:
     if config.use_v2_model_runner and (without := missing("depths in the V2 runner")):
         return without
     check_sampled_drafts(attachment.specs, vars(speculative))
+    if speculative.method == "ngram_gpu" and not config.use_v2_model_runner:
+        return (
+            "vLLM's n-grams on the device (ngram_gpu) take a depth per iteration in the V2 model runner alone, which "
+            "needs Triton and no drafter of the host beside it: name 'ngram', or set VLLM_USE_V2_MODEL_RUNNER=1"
+        )
     if speculative.method in _ONE_DEPTH:
         return (
             f"vLLM's {speculative.method} drafts at one depth only and ends an engine that asks for another: pass the "

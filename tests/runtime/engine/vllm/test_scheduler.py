@@ -243,6 +243,7 @@ REFUSED = [
     ({DRAFTS: None}, BY_TEXT, (0, DRAFTS)),
     ({f"{DRAFTS}.model": "x.NoProposer"}, BY_MODEL, ("speculative_config={'method'",)),
     ({f"{DRAFTS}.method": "suffix"}, BY_MODEL, ("one depth", DRAFTS)),
+    ({f"{DRAFTS}.method": "ngram_gpu"}, BY_MODEL, ("'ngram'", "VLLM_USE_V2_MODEL_RUNNER=1")),
     ({f"{DRAFTS}.enable_adaptive_verification": True}, BY_MODEL, ("enable_adaptive_verification=False",)),
     ({"model_config.runner_type": "pooling"}, BY_MODEL, ("pooling",)),
     ({"model_config.is_diffusion": True}, BY_MODEL, ("diffusion",)),
