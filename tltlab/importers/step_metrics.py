@@ -96,8 +96,6 @@ KNOWN = ", ".join(dict.fromkeys(framework.name.split(",")[0] for framework in FR
 """The frameworks' names, as messages list them."""
 
 _MEANS = {key for framework in FRAMEWORKS for name in ("mean", "sequence") for key in framework.fields.get(name, ())}
-_ORDERED = (("least", "mean"), ("mean", "most"), ("mean", "sequence"))
-"""Fields of which the first is no more than the second."""
 MEAN = "response_length/mean"
 """Key of a mean length whose column a user names."""
 
@@ -240,14 +238,22 @@ class StepMetrics:
     def contradiction(self) -> str:
         """Two metrics of the lengths that exclude each other, in words; empty where there are none."""
         known = {name: (self.get(name) or 0.0, key) for name, key in self.used.items()}
-        marks = {key: match for key in self.values if (match := _PERCENTILE.search(key))}
-        own = [key for key in marks if _PERCENTILE.sub("mean", key) == known.get("mean", ("", ""))[1]]
-        percentiles = ((self.values[key], key) for key in sorted(own, key=lambda key: int(marks[key][1] or 50)))
-        pairs = [*pairwise(filter(None, (known.get("least"), *percentiles, known.get("most"))))]
-        pairs += [(known[one], known[other]) for one, other in _ORDERED if {one, other} <= known.keys()]
-        for (low, one), (high, other) in pairs:
-            if low > 1.001 * high + 0.5 and not (self.get("aborted") and "min" in one):
-                return f"{one}, {low:g} tokens, is more than {other}, {high:g}"
+        mean, most, sequence = map(known.get, ("mean", "most", "sequence"))
+        # The shortest may be of those that were not aborted.
+        least = None if self.get("aborted") else known.get("least")
+        marks = {0: least, 100: most}
+        for key, value in self.values.items():
+            if (match := _PERCENTILE.search(key)) and mean and _PERCENTILE.sub("mean", key) == mean[1]:
+                marks[int(match[1] or 50)] = (value, key)
+        pairs = [
+            *pairwise(filter(None, (marks[at] for at in sorted(marks)))),
+            (least, mean),
+            (mean, most),
+            (mean, sequence),
+        ]
+        for one, other in pairs:
+            if one and other and one[0] > 1.001 * other[0] + 0.5:
+                return f"{one[1]}, {one[0]:g} tokens, is more than {other[1]}, {other[0]:g}"
         whole, total = (self.get("responses") or 0.0) * self.with_prompt, self.get("total_tokens")
         has_turns = (self.get("turns") or 0.0) > self.framework.single_turn
         if whole and total and not has_turns and abs(whole / total - 1.0) > 0.05:
