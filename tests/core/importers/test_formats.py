@@ -261,11 +261,9 @@ def test_the_content_determines_the_format(tmp_path, verl, trl):
     requests = jsonl(tmp_path / "b.jsonl", {"usage": {"completion_tokens": 1}})
     places = (verl, trl, trl / "completions", requests, tmp_path / "lengths.csv")
     assert [guess(place) for place in places] == ["verl", "trl", "trl", "csv", "csv"]
-    benchmark = {"model_id": "m", "completed": 2, "total_output_tokens": 30}
     (tmp_path / "empty").mkdir()
     for place, facts in (
         (jsonl(tmp_path / "c.jsonl", {"a": 1, "b": 2}), ("--format",)),
-        (jsonl(tmp_path / "d.json", benchmark), ("--save-detailed", "--output-details")),
         (tmp_path / "empty", ("empty",)),
         (tmp_path / "nothing", ("nothing",)),
     ):

@@ -302,16 +302,17 @@ def test_tools_before_a_turn_stay_with_it_and_rewards_go_to_the_first(tmp_path):
     ("figures", "one", "other"),
     [
         ({"median": 2}, "min", "median"), ({"p50": 500, "p90": 300}, "p50", "p90"), ({"p99": 950}, "p99", "max"),
-        ({"max": 100}, "mean", "max"), ({"min": 300}, "min", "mean"),
+        ({"max": 100}, "mean", "max"), ({"min": 300}, "min", "mean"), ({"sum": 150}, "mean", "sum"),
     ],
 )  # fmt: skip
 def test_figures_of_lengths_that_exclude_each_other_are_refused(tmp_path, figures, one, other):
-    stem, fine = "rollout/response_len/", {"mean": 200.5, "max": 900, "min": 3}
+    stem, fine = "rollout/response_len/", {"mean": 200.5, "max": 900, "min": 3, "sum": 300}
+    keys = {name: stem + name for name in (*fine, *figures, "median", "p90")} | {"sum": "rollout/total_lengths"}
     all_figures = (fine | {"median": 150, "p90": 600}, fine | figures)
-    steps = [{"step": at} | {stem + name: f for name, f in each.items()} for at, each in enumerate(all_figures)]
+    steps = [{"step": at} | {keys[name]: f for name, f in each.items()} for at, each in enumerate(all_figures)]
     trace = import_dump(jsonl(tmp_path / "a.jsonl", *steps))
-    assert (trace.rl_steps, f"{stem}{one}, " in trace.manifest.notes) == ([0], True)
-    with refused(TraceError, naming=(stem + one, stem + other)):
+    assert (trace.rl_steps, f"{keys[one]}, " in trace.manifest.notes) == ([0], True)
+    with refused(TraceError, naming=(keys[one], keys[other])):
         import_dump(jsonl(tmp_path / "b.jsonl", *steps[1:]))
 
 
@@ -348,13 +349,3 @@ def test_responses_make_up_the_tokens_of_their_step(tmp_path, num, turns, is_rea
         return
     with refused(TraceError, naming=("num_samples", num, "perf/total_num_tokens", 16000)):
         import_dump(path)
-
-
-def test_a_response_is_no_longer_than_with_its_prompt(tmp_path):
-    """In the second RL step a fragment's length may stand for an episode's."""
-    lines = [{"response_length": 200.0 + at, "total_length": whole} for at, whole in ((1, 300.0), (2, 150.0))]
-    trace = import_dump(jsonl(tmp_path / "a.jsonl", *({"step": at} | line for at, line in enumerate(lines, 1))))
-    assert trace.rl_steps == [1]
-    assert "202 tokens" in trace.manifest.notes
-    with refused(TraceError, naming=("202", "150")):
-        import_dump(jsonl(tmp_path / "b.jsonl", {"step": 1} | lines[1], {"step": 2} | lines[1]))
