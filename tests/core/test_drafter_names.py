@@ -127,7 +127,7 @@ def test_a_trace_states_what_its_drafters_are(folder, old, traits, tmp_path):
 def test_a_fitted_file_marks_copying_drafters():
     depth = FittedDepth(accepted=(0.6, 0.0, 0.0, 0.0, 0.4), drafted=4.0)
     deeper = Strategy.chain("mine", 6)
-    copies = load_acceptance({"kind": "fitted", "drafters": {"mine": {4: depth}}, "copies": {"mine": True}})
+    copies = MeasuredAcceptance.at_any_batch({"mine": {4: depth}}, copies={"mine": True})
     standard = MeasuredAcceptance.at_any_batch({"suffix": {4: depth}})
     assert copies.curve(deeper).tolist() == standard.curve(Strategy.chain("suffix", 6)).tolist()
     assert copies.outside(deeper) == ["draft_depth"]
@@ -135,10 +135,8 @@ def test_a_fitted_file_marks_copying_drafters():
     assert network.curve(Strategy.chain("mine", 2)).tolist() == pytest.approx([0.4, 0.4])
     with refused(ConfigError, naming=(17, "'mine'")):
         network.curve(Strategy.chain("mine", 17))
-    for kind in ({"kind": "fitted", "drafters": {"mine": {4: depth}}},
-                 {"kind": "by-batch", "bands": [{"max_batch": None, "drafters": {"mine": {4: depth}}}]}):  # fmt: skip
-        with refused(ConfigError, naming=("copies", "'mine'")):
-            load_acceptance(kind)
+    with refused(ConfigError, naming=("copies", "'mine'")):
+        load_acceptance({"kind": "by-batch", "bands": [{"max_batch": None, "drafters": {"mine": {4: depth}}}]})
 
 
 def test_unknown_drafters_and_trees_of_text_are_refused():

@@ -409,7 +409,8 @@ def test_drafter_is_what_it_is_by_any_name(tmp_path):
 
 def test_acceptance_states_what_drafters_of_other_names_are():
     depth = {"4": {"accepted": [0.4, 0.1, 0.1, 0.1, 0.3], "drafted": 4.0}}
-    measured = {"kind": "fitted", "drafters": {"mine": depth}, "copies": {"mine": True}}
+    bands = [{"max_batch": None, "drafters": {"mine": depth}}]
+    measured = {"kind": "by-batch", "bands": bands, "copies": {"mine": True}}
     found = tune("traces/tiny", costs="h100-qwen2.5-7b", acceptance=measured, depths=(4,), trials=0, repeats=1)
     assert {strategy.drafter for strategy in found.policy.strategies} <= {"none", "mine"}
     # A model of trees, or of siblings, that names no drafter serves every drafter of the kind.

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import numpy as np
 from pydantic import ConfigDict, Field, PositiveInt, field_validator, model_validator
@@ -131,23 +131,17 @@ class MeasuredAcceptance(Distribution):
     """
 
     copies: dict[str, bool] = Field(default={})
-    kind: Literal["by-batch", "fitted"] = "by-batch"
+    kind: Literal["by-batch"] = "by-batch"
     bands: tuple[BatchBand, ...]
 
     @classmethod
     def at_any_batch(
         cls, drafters_by_depth: Mapping[str, Mapping[int, FittedDepth]], copies: Mapping[str, bool] | None = None
     ) -> MeasuredAcceptance:
-        """The model of kind "fitted": the same at every batch size."""
-        return cls.model_validate({"kind": "fitted", "drafters": drafters_by_depth, "copies": copies or {}})
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_band(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or values.get("kind") != "fitted" or "drafters" not in values:
-            return values
-        others = {name: value for name, value in values.items() if name not in ("drafters", "notes")}
-        return {**others, "bands": [{"max_batch": None, "drafters": values["drafters"]}]}
+        """The model that is the same at every batch size."""
+        return cls.model_validate(
+            {"bands": [{"max_batch": None, "drafters": drafters_by_depth}], "copies": copies or {}}
+        )
 
     @field_validator("bands")
     @classmethod

@@ -7,7 +7,7 @@ import pandas as pd
 
 from tltlab.acceptance.curves import SiblingAcceptance, fit_siblings
 from tltlab.acceptance.freshness import FreshAcceptance, drafter_states, fit_freshness, measured_state
-from tltlab.acceptance.measured import BatchBand, FittedDepth, MeasuredAcceptance, fit_acceptance
+from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance, fit_acceptance
 from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError
 from tltlab.traces.drafts import recorded_drafts, walked_drafts
@@ -119,4 +119,4 @@ def _pool(drafts: pd.DataFrame, drafters: Drafters) -> MeasuredAcceptance:
         drafter, depth = str(rows["drafter"].iloc[0]), int(rows["reach"].iloc[0])
         fitted = FittedDepth.counted(rows["accepted"].to_numpy(np.int64), depth)
         fits.setdefault(drafter, {})[depth] = fitted
-    return MeasuredAcceptance(bands=(BatchBand(max_batch=None, drafters_by_depth=fits),), copies=drafters.copying(fits))
+    return MeasuredAcceptance.at_any_batch(fits, drafters.copying(fits))

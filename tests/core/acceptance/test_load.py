@@ -258,8 +258,8 @@ AGES = ({"untrained": 0.4, "floor": 0.5}, {"untrained": 2}, {"age_steps": 0}, {"
         *((SIBLINGS | wrong, ("acceptance",)) for wrong in ({"most": 0.4}, {"most": 1.4}, {"exponent": 0})),
         *(({"kind": "fresh", "base": GEOMETRIC, "freshness": wrong}, ("freshness",)) for wrong in AGES),
         *(
-            ({"kind": "fitted", "drafters": {"ngram": {"2": {"accepted": wrong, "drafted": 1}}}}, ("drafters",))
-            for wrong in ((0.5, 0.4), (0.5, 0.5, 0.0, 0.0))
+            (BANDS | {"bands": [{"max_batch": None, "drafters": {"ngram": {"2": depth}}}]}, ("drafters",))
+            for depth in ({"accepted": (0.5, 0.4), "drafted": 1}, {"accepted": (0.5, 0.5, 0.0, 0.0), "drafted": 1})
         ),
         *(
             ({"kind": "by-batch", "bands": [{"max_batch": end, "drafters": {}} for end in ends]}, ("max_batch",))
