@@ -19,5 +19,5 @@ Jobs = Annotated[int | None, Option("Processes. [default: the cores here]", min=
 @contextmanager
 def counting() -> Iterator[Callable[[str], None]]:
     """Show on standard error how many simulations are done, while the block runs; yield what takes a stage's name."""
-    with progress_bar("simulation") as bar, counted(lambda: bar("")):
+    with progress_bar() as bar, counted(lambda: bar("")):
         yield bar

@@ -197,8 +197,8 @@ def progress(message: str) -> None:
 
 
 @contextmanager
-def progress_bar(unit: str) -> Iterator[Callable[[str], None]]:
-    """Within, what is yielded is called with "" as each `unit` is done, and with a few words as a stage begins.
+def progress_bar() -> Iterator[Callable[[str], None]]:
+    """Within, what is yielded is called with "" as each simulation is done, and with a few words as a stage begins.
 
     One line on standard error that is written anew where that is a terminal; elsewhere a line after `LINE_S` seconds
     and each time that twice as long has passed.
@@ -209,7 +209,7 @@ def progress_bar(unit: str) -> Iterator[Callable[[str], None]]:
     def line(words: str) -> None:
         nonlocal number, stage, wait_s
         number, stage = number + (not words), words or stage
-        said = f"{unit} {number}" + f": {stage}" * bool(stage)
+        said = f"simulation {number}" + f": {stage}" * bool(stage)
         if is_live:
             print(f"{_ANEW}{said}", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - began_s >= wait_s:

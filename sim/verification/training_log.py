@@ -171,7 +171,7 @@ def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) 
     notes = [f"fitted to the {columns.unit} times of {len(rows)} RL steps; lengths within an RL step are as logged"]
     if columns.unit != "rollout":
         notes.append("no rollout has a separate time in this log: the terms include training")
-    constant_error = float(np.median(np.abs(_errors(rows, held_out_predictions(constant, columns.rows, "rl_step")))))
+    constant_error = float(np.median(np.abs(_errors(rows, held_out_predictions(constant, columns.rows)))))
     if constant_error <= float(np.median(np.abs(error))):
         notes.append("the other RL steps' median predicts as well: the lengths in this log do not explain the times")
     if missing := [name for name in columns.terms[-1] if name not in found]:

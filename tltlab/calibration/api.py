@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pandas as pd
-
 from tltlab.acceptance.measured import MeasuredAcceptance, fit_acceptance
 from tltlab.costs.linear import LinearCosts
 from tltlab.errors import ConfigError
@@ -17,15 +15,10 @@ from .iterations import iterations_of
 
 @frozen
 class Calibration:
-    """Linear costs and acceptance by batch; `residuals` and `sums` are those of the costs, as in `CostFit`.
-
-    `notes` lists the terms that are None or folded into others, and why.
-    """
+    """Linear costs and acceptance by batch; `notes` lists the terms that are None or folded into others, and why."""
 
     costs: LinearCosts
     acceptance: MeasuredAcceptance | None
-    residuals: pd.DataFrame
-    sums: pd.DataFrame
     notes: tuple[str, ...]
 
 
@@ -44,17 +37,11 @@ def calibrate(trace: str | Path | Trace) -> Calibration:
     ConfigError for a trace without iterations.
     """
     trace = read(trace)
-    cost_fit = fit_trace(trace, most_folds=0)
-    assert isinstance(cost_fit.costs, LinearCosts)
+    costs = fit_trace(trace, most_folds=0).costs
+    assert isinstance(costs, LinearCosts)
     acceptance, acceptance_notes = fit_acceptance(iterations_of(trace), trace.drafters)
-    notes = (*cost_fit.costs.notes, *acceptance_notes)
-    return Calibration(
-        costs=cost_fit.costs.model_copy(update={"notes": notes}),
-        acceptance=acceptance,
-        residuals=cost_fit.residuals,
-        sums=cost_fit.sums,
-        notes=notes,
-    )
+    notes = (*costs.notes, *acceptance_notes)
+    return Calibration(costs=costs.model_copy(update={"notes": notes}), acceptance=acceptance, notes=notes)
 
 
 def parse_rl_steps(text: str | None, rl_steps: list[int]) -> list[int] | None:

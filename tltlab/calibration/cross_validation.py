@@ -24,11 +24,11 @@ Learner = Callable[[pd.DataFrame], Predictor]
 """Fits to data and returns what predicts a value per row; both raise ConfigError where the data do not identify it."""
 
 
-def held_out_predictions(learn: Learner, rows: pd.DataFrame, column: str) -> pd.Series[float]:
-    """Each row predicted from a fit to the rows with another value of a column; NaN where there are none."""
+def held_out_predictions(learn: Learner, rows: pd.DataFrame) -> pd.Series[float]:
+    """Each row predicted from a fit to the rows of other RL steps; NaN where there are none."""
     predictions = pd.Series(np.nan, rows.index)
-    for value in rows[column].unique():
-        out = rows[column] == value
+    for rl_step in rows["rl_step"].unique():
+        out = rows["rl_step"] == rl_step
         if not out.all():
             predictions[out] = learn(rows[~out])(rows[out])
     return predictions

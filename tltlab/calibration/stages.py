@@ -179,11 +179,11 @@ def fit_terms(choices: Sequence[Sequence[str]], rows: pd.DataFrame) -> tuple[dic
     Each of `choices` has more terms than the one before it. It stays where there are `_STEPS_PER_TERM` RL steps to each
     term, and where it lowers the left-out error to less than the share `_WORTH`.
     """
-    best, held_out = choices[0], held_out_predictions(_of_terms(choices[0]), rows, "rl_step")
+    best, held_out = choices[0], held_out_predictions(_of_terms(choices[0]), rows)
     for terms in choices[1:]:
         if len(rows) < _STEPS_PER_TERM * len(terms):
             break
-        further = held_out_predictions(_of_terms(terms), rows, "rl_step")
+        further = held_out_predictions(_of_terms(terms), rows)
         errors = [relative_errors(rows.assign(predicted_s=predicted)).mean() for predicted in (further, held_out)]
         if errors[0] < _WORTH * errors[1]:
             best, held_out = terms, further
@@ -221,7 +221,7 @@ def _fit_stage(
     affordable = min(max(1, len(rows) // _STEPS_PER_TERM), len(terms))
     sizes = sorted({min(affordable, _ALWAYS), affordable})
     found, held_out = fit_terms([terms[:size] for size in sizes], rows)
-    rows["constant_s"] = held_out_predictions(constant, rows, "rl_step")
+    rows["constant_s"] = held_out_predictions(constant, rows)
     return found, rows.assign(predicted_s=held_out)[_HELD_OUT]
 
 

@@ -121,12 +121,12 @@ def _survival(y: Floats, cut: Flags) -> tuple[Floats, Floats, float]:
     return survival.quantiles[jump], 1 - (before[jump] + after[jump]) / 2, 1 - float(after[-1])
 
 
-def _censored_quantile(y: Floats, cut: Flags, level: float) -> float | None:
-    """Quantile of values some of which are lower bounds; None where the values do not identify it."""
+def _censored_median(y: Floats, cut: Flags) -> float | None:
+    """Median of values some of which are lower bounds; None where the values do not identify it."""
     values, middles, end = _survival(y, cut)
-    if not len(values) or (cut.any() and level > end) or not middles[0] <= level:
+    if not len(values) or (cut.any() and end < 0.5) or not middles[0] <= 0.5:
         return None
-    return float(np.interp(level, middles, values))
+    return float(np.interp(0.5, middles, values))
 
 
 def pareto_tail(tokens: Floats, cut: Flags, last: float) -> ParetoTail | None:
@@ -220,7 +220,7 @@ def _growth(rows: pd.DataFrame, notes: list[str]) -> float:
     from scipy.stats import linregress
 
     medians = [
-        (float(r["step"].iloc[0]), _censored_quantile(r["y"].to_numpy(), r["cut"].to_numpy(), 0.5))
+        (float(r["step"].iloc[0]), _censored_median(r["y"].to_numpy(), r["cut"].to_numpy()))
         for _, r in rows.groupby("step")
     ]
     known = np.array([pair for pair in medians if pair[1] is not None], np.float64)
