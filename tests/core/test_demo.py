@@ -14,6 +14,7 @@ from tltlab.cli.app import main
 from tltlab.cli.demo import make_room
 from tltlab.demo import FAST, FULL, demo_recipe
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 from tltlab.policies.policy import load_policy
 
 pytestmark = pytest.mark.timeout(800)
@@ -50,7 +51,7 @@ def demo(one_ray, tmp_path_factory):
             main(["demo", "--fast", "--out", str(out), "--json"])
     assert not ended.value.code
     shown = json.loads(printed.getvalue())
-    assert shown == json.loads((out / "summary.json").read_text())
+    assert shown == read_json(out / "summary.json")
     return out, shown
 
 
@@ -72,7 +73,7 @@ def test_the_summary_tells_the_whole_story(demo):
     for name in ("trace", "policy", "costs", "timeline"):
         assert (out / summary[name]).exists(), name
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    events = json.loads((out / "timeline.json").read_text())["traceEvents"]
+    events = read_json(out / "timeline.json")["traceEvents"]
     assert {"M", "X"} <= {event["ph"] for event in events}
     trace = tltlab.read(out)
     result = tltlab.sim.simulate(trace, out / "policy.json", placement="recorded")

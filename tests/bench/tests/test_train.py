@@ -32,6 +32,7 @@ from bench.train.run import (
 from bench.train.texts import GrpoJob, recipe_text, script_text, written_lines
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
+from tltlab.files import read_json
 from tltlab.runtime.recipe.recipe import load_recipe
 
 from .made_traces import trace_of
@@ -175,7 +176,7 @@ def test_trl_logs_one_entry_per_rl_step(tmp_path):
             clock.on_log(args, logs={"reward": 0.25 * step, "completions/mean_length": 60.0 + step})
     clock.on_log(args, logs={"train_runtime": 9.0})
     clock.on_train_end(args)
-    found = json.loads((tmp_path / "times.json").read_text())
+    found = read_json(tmp_path / "times.json")
     assert [len(found["seconds"]), found["rewards"], found["lengths"]] == [2, [0.25, 0.75], [61.0, 63.0]]
     assert all(seconds > 0 for seconds in found["seconds"])
 
@@ -203,7 +204,7 @@ def test_both_train_the_same_model(tmp_path):
     assert all(0 < side["mean_response_tokens"] <= FAST.max_response_tokens for side in found["sides"])
     assert found["versions"]["trl"] == "1.16.0"
     assert tomllib.loads((tmp_path / "tltlab-0" / "recipe.toml").read_text())["train"]["steps"] == 2
-    assert json.loads((tmp_path / "train.json").read_text()) == json.loads(json.dumps(found))
+    assert read_json(tmp_path / "train.json") == json.loads(json.dumps(found))
     assert "goal 20" in shown(found, TEXT)
 
 
@@ -217,6 +218,6 @@ def test_same_samples_move_weights_as_trl_moves_them(random_model, tmp_path):
     beside = {"PYTHONPATH": os.environ["TLTLAB_TRL"], "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=os.environ | beside, input=script, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    apart = json.loads(found.read_text())
+    apart = read_json(found)
     assert apart["moved"] > 0.05
     assert apart["apart"] < 0.005 * apart["moved"]

@@ -17,7 +17,7 @@ import pytest
 from tests.core.traces.damage import check_flips
 from tests.refused import refused
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import sealed
+from tltlab.files import read_json, sealed
 from tltlab.traces import storage
 from tltlab.traces.schema import KEY, TABLES, UNIQUE, Contents, Manifest
 from tltlab.traces.trace import Trace, read
@@ -80,7 +80,7 @@ def folder(written, tmp_path):
 def rewrite(folder, name, change):
     """Change a table's file as an outside writer would, who knows of no sums."""
     path = folder / f"{name}.parquet"
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = read_json(folder / "manifest.json")
     unsealed = {key: value for key, value in manifest.items() if key not in ("parts", "sha256")}
     (folder / "manifest.json").write_text(json.dumps(unsealed))
     pq.write_table(change(pq.read_table(path)), path)
@@ -274,7 +274,7 @@ def test_rl_step_that_lost_its_iterations_is_refused(folder, without, valid):
 
 def test_sums_of_an_earlier_version_are_checked(folder):
     contents, written = Contents.read(folder), read(folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = read_json(folder / "manifest.json")
     manifest = {"sums" if key == "parts" else key: value for key, value in manifest.items() if key != "sha256"}
     (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
     assert Contents.read(folder) == contents

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
+from tltlab.files import json_lines, read_json
 from tltlab.runtime.cli.make_model import _text
 from tltlab.runtime.cli.make_model import make_model as command
 from tltlab.runtime.models.make import (
@@ -71,7 +72,7 @@ def test_the_folder_loads_as_an_ordinary_model(made):
 
 
 def test_held_out_prompts_are_not_trained_on(made):
-    rows = {split: [json.loads(line) for line in (made[0] / f"{split}.jsonl").open()] for split in ("train", "heldout")}
+    rows = {split: json_lines(made[0] / f"{split}.jsonl") for split in ("train", "heldout")}
     train, heldout = ({row["prompt"] for row in rows[split]} for split in ("train", "heldout"))
     assert (len(train), len(heldout)) == (NUM_TRAIN_PROMPTS, NUM_HELDOUT_PROMPTS)
     assert not train & heldout
@@ -80,7 +81,7 @@ def test_held_out_prompts_are_not_trained_on(made):
 
 def test_the_report_is_that_of_the_file(made):
     out, report, said = made
-    assert json.loads((out / "report.json").read_text()) == report
+    assert read_json(out / "report.json") == report
     assert any("loss" in message for message in said)
 
 
@@ -128,7 +129,7 @@ def test_only_an_earlier_model_is_replaced(tmp_path):
     out = tmp_path / "deep" / "model"
     make(out, size=quick)
     make(out, size=quick, task="gcd")
-    assert json.loads((out / "report.json").read_text())["task"] == "gcd"
+    assert read_json(out / "report.json")["task"] == "gcd"
     assert [path.name for path in out.parent.iterdir()] == ["model"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()

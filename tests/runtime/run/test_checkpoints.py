@@ -13,7 +13,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
-from tltlab.files import write_sum
+from tltlab.files import read_json, write_sum
 from tltlab.runtime.run.checkpoints import MOST_HASHED_BYTES, RunCheckpoints, checkpoints_in, fault_of, step_of
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
@@ -58,7 +58,7 @@ def test_the_newest_stay(tmp_path):
     assert RunCheckpoints(tmp_path / "c", keep=2).latest() is None
     checkpoints = saved(tmp_path / "c", 2, 4, 6)
     assert names(checkpoints) == ["step-000004", "step-000006"]
-    assert json.loads((checkpoints.latest() / "state.json").read_text()) == {"number": 6}
+    assert read_json(checkpoints.latest() / "state.json") == {"number": 6}
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == names(checkpoints)
     assert step_of(checkpoints.latest()) == 6
 
@@ -67,7 +67,7 @@ def test_going_back_leaves_the_other_future(tmp_path):
     checkpoints = saved(tmp_path, 2, 4, 6, keep=3)
     checkpoints.save(4, writer(40))
     assert names(checkpoints) == ["step-000002", "step-000004"]
-    assert json.loads((checkpoints.latest() / "state.json").read_text()) == {"number": 40}
+    assert read_json(checkpoints.latest() / "state.json") == {"number": 40}
 
 
 LARGE, WEIGHTS = MOST_HASHED_BYTES + 1, Path("trainer/weights.bin")

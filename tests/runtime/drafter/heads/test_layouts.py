@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 from tltlab.runtime.drafter.heads.head import Eagle3Head
 from tltlab.runtime.drafter.heads.layouts import is_head, load_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget
@@ -108,7 +109,7 @@ def states_of(head, target):
 def test_an_eagle_release_drafts_as_eagles_own_code(target, tmp_path, fc_bias, qkv_bias):
     weights, _ = eagle_release(tmp_path / "head", target, fc_bias=fc_bias, qkv_bias=qkv_bias)
     head = load_head(tmp_path / "head", target=target)
-    theirs = json.loads((tmp_path / "head" / "config.json").read_text())
+    theirs = read_json(tmp_path / "head" / "config.json")
     embedded, hidden, _, _ = rows(target)
     expected = as_eagle_does(weights, embedded, hidden)
     assert torch.allclose(states_of(head, target), expected, atol=2e-5)
@@ -117,7 +118,7 @@ def test_an_eagle_release_drafts_as_eagles_own_code(target, tmp_path, fc_bias, q
     assert torch.equal(states_of(again, target), states_of(head, target))
     assert (again.config.max_position_embeddings, theirs["max_position_embeddings"]) == (2048, 64)
     # What vLLM's class knows: biases of attention, or none at all.
-    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    config = read_json(tmp_path / "again" / "config.json")
     names = [name for name in load_file(tmp_path / "again" / "model.safetensors") if name.endswith("bias")]
     assert config["attention_bias"] == (fc_bias or qkv_bias)
     assert names == ([f"layers.0.self_attn.{part}_proj.bias" for part in "koqv"] if fc_bias or qkv_bias else [])
@@ -143,7 +144,7 @@ def test_an_eagle3_head_drafts_as_in_vllm(target, tmp_path, layout):
     assert torch.equal(head.likeliest(head.logits(found, frozen)), tokens)
 
     again = load_head(head.save(tmp_path / "speculators"), target=target)
-    config = json.loads((tmp_path / "speculators" / "config.json").read_text())
+    config = read_json(tmp_path / "speculators" / "config.json")
     assert config["speculators_model_type"] == "eagle3"
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(target)
     saved = load_file(tmp_path / "speculators" / "model.safetensors")
@@ -203,7 +204,7 @@ def test_the_hubs_cache_is_looked_into(target, tmp_path, monkeypatch):
 def test_what_cannot_be_trained_is_refused(target, tmp_path):
     folder = tmp_path / "head"
     weights, _ = specforge(folder, target)
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     layers = "eagle_aux_hidden_state_layer_ids"
     whole = torch.zeros(VOCABULARY, HIDDEN)
     cases = [

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
+from tltlab.files import read_json
 from tltlab.runtime.drafter.heads.kinds import new_head
 from tltlab.runtime.drafter.heads.layouts import load_head
 from tltlab.runtime.drafter.offline.export import (
@@ -64,12 +65,12 @@ def test_stock_vllm_keeps_as_many_drafts_as_expected(target, heads, tmp_path, ki
         first = report[way]["positions"]
         assert first["measured"][0] == pytest.approx(first["expected"][0], abs=0.02)
     assert report["prompts"] == 10
-    assert json.loads((out / "export.json").read_text()) | {"out": "exported"} == report
+    assert read_json(out / "export.json") | {"out": "exported"} == report
     assert report["speculative_config"]["model"] == str(out)
     assert report["head"] == str(heads[kind])
     weights, own = load_file(out / "model.safetensors"), load_file(target / "model.safetensors")
     assert torch.equal(weights["embed_tokens.weight"], own["model.embed_tokens.weight"])
-    config = json.loads((out / "config.json").read_text())
+    config = read_json(out / "config.json")
     if kind == "eagle3":
         assert torch.equal(weights["lm_head.weight"], own["lm_head.weight"])
         assert config["speculators_model_type"] == "eagle3"
@@ -167,7 +168,7 @@ def test_wrong_input_is_refused_and_nothing_is_written(target, tmp_path):
             find_source(path, model, None)
     other = tmp_path / "other"
     other.mkdir()
-    shape = json.loads((target / "config.json").read_text())
+    shape = read_json(target / "config.json")
     (other / "config.json").write_text(json.dumps(shape | {"vocab_size": 99}))
     new_head(other, "eagle", 0).save(tmp_path / "foreign")
     (other / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 9, "layer_types": None}))

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from tests.refused import refused
 from tltlab.errors import InputError, RunError
+from tltlab.files import read_json
 from tltlab.runtime.cli.train_drafter import train_drafter as command
 from tltlab.runtime.drafter.heads.kinds import new_head
 from tltlab.runtime.drafter.heads.layouts import load_head
@@ -86,7 +87,7 @@ def test_the_report_states_how_much_is_learned(trained, kind):
     assert after["drafts"] == 40 * report["heldout_responses"] == 40 * 10
     assert report["updates"] == 20
     assert [check["update"] for check in report["checks"]] == [5, 10, 15, 20]
-    assert json.loads((out / "training.json").read_text()) | {"out": str(out)} == report
+    assert read_json(out / "training.json") | {"out": str(out)} == report
     assert load_head(out).method == ("eagle3" if kind == "eagle3" else "eagle")
 
 
@@ -255,7 +256,7 @@ def test_wrong_input_is_refused_and_nothing_is_written(target, data, tmp_path):
         new_head(target, method, 0).save(tmp_path / method)
     for name in ("narrow", "full"):
         (tmp_path / name).mkdir()
-    shape = json.loads((target / "config.json").read_text())
+    shape = read_json(target / "config.json")
     (tmp_path / "narrow" / "config.json").write_text(json.dumps(shape | {"hidden_size": 32}))
     new_head(tmp_path / "narrow", "eagle", 0).save(tmp_path / "small")
     (tmp_path / "full" / "precious.txt").write_text("mine")
