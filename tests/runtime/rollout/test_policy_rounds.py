@@ -15,6 +15,7 @@ from tests.refused import refused
 from tltlab.cli.verify import verify as command
 from tltlab.console import JSON, running
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import load_policy
 from tltlab.runtime.engine.environment import run_json
@@ -101,11 +102,11 @@ def test_rollouts_have_policies_and_common_random_numbers(session):
 @pytest.mark.engine
 def test_session_is_run_that_other_commands_read(session):
     out, found = session
-    assert json.loads((out / "summary.json").read_text()) == found
-    repeats = json.loads((out / "repeats.json").read_text())["repeats"]
+    assert read_json(out / "summary.json") == found
+    repeats = read_json(out / "repeats.json")["repeats"]
     assert len(repeats) == 4
     assert repeats[0]["same_tokens"]
-    again = json.loads((out / "policies.json").read_text())["policies"]
+    again = read_json(out / "policies.json")["policies"]
     assert [entry["rl_step"] for entry in again] == list(range(8))
     assert tltlab.read(out).outcomes["reward"].isna().all()
     assert run_to_verify(out).num_rl_steps == 8

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from tltlab.files import json_lines, read_json
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.rollout.partial import PENDING_FILE
 from tltlab.runtime.run.grpo import GrpoRun
@@ -92,7 +93,7 @@ def check(trace, reports):
 
 
 def events(run):
-    return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
+    return [row["event"] for row in json_lines(run / "events.jsonl")]
 
 
 def test_a_run_resumes_with_responses_under_way(recipe_file, tmp_path):
@@ -105,7 +106,7 @@ def test_a_run_resumes_with_responses_under_way(recipe_file, tmp_path):
     with GrpoRun(asked, out, resume=True) as run:
         saved = out / "checkpoints" / "step-000002" / "rollouts"
         again = json.loads(json.dumps(run.data.state_dict(tmp_path / "again")))
-        assert again["rollouts"] == json.loads((saved.parent / "state.json").read_text())["rollouts"]
+        assert again["rollouts"] == read_json(saved.parent / "state.json")["rollouts"]
         assert (tmp_path / "again" / PENDING_FILE).read_bytes() == (saved / PENDING_FILE).read_bytes()
         assert (run.rl_step, run.data.rollouts.under_way) == (2, under_way)
         for _ in range(2):

@@ -1,6 +1,5 @@
 """Runs that stop and continue: the same as if they never had, on real engines."""
 
-import json
 import os
 import shlex
 import shutil
@@ -16,6 +15,7 @@ import tltlab
 from tests.refused import refused
 from tests.typed import typed
 from tltlab.errors import ConfigError
+from tltlab.files import json_lines, read_json
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe
@@ -160,12 +160,12 @@ def test_run_with_own_parts_equals_unbroken_one(recipe_file, tmp_path, monkeypat
 def test_a_resumed_run_equals_the_unbroken_one(fixed, tmp_path):
     run, newest = killed(fixed, tmp_path), f"step-{STEPS:06d}"
     shutil.copytree(fixed / "checkpoints" / newest, run / "checkpoints" / newest)
-    assert json.loads((run / "checkpoints" / "step-000002" / "state.json").read_text())["history"]
+    assert read_json(run / "checkpoints" / "step-000002" / "state.json")["history"]
     state = run / "checkpoints" / newest / "state.json"
     state.write_text(state.read_text()[:-20])
     (run / "checkpoints" / ".step-000003.tltlab-left").mkdir()
     check_finished(resumed(run), fixed)
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    events = json_lines(run / "events.jsonl")
     assert any(f"{newest} is passed over" in event["event"] for event in events)
     assert [event["rl_step"] for event in events if event["event"] == "continues with RL step 2"] == [2]
 

@@ -1,11 +1,9 @@
 """The loop on Ray: two engines, a trainer, a trace. One run serves most of the file."""
 
-import json
-
 import pytest
 
 import tltlab
-from tltlab.files import found_in
+from tltlab.files import found_in, read_json
 from tltlab.policies.policy import Policy
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.run.grpo import GrpoRun
@@ -45,7 +43,7 @@ def test_every_table_that_applies_is_recorded_and_valid(run):
 
 def test_without_gpus_all_runs_without_graphs(run):
     assert set(tltlab.read(run[0] / "trace").iterations["graph"]) == {"eager"}
-    graphs = json.loads((run[0] / "graphs.json").read_text())
+    graphs = read_json(run[0] / "graphs.json")
     assert graphs["planned"] is None
     assert [(engine["mode"], engine["full"]) for engine in graphs["captured"]] == [("NONE", [])] * 2
     assert all(report.measures["graphs/eager"] == 1.0 for report in run[1])
@@ -69,7 +67,7 @@ def test_rollouts_and_updates_are_what_is_recorded(run):
 
 
 def test_a_repeated_rollout_is_the_same_work(run):
-    repeats = json.loads((run[0] / "repeats.json").read_text())["repeats"]
+    repeats = read_json(run[0] / "repeats.json")["repeats"]
     assert [r["rl_step"] for r in repeats] == [0, 2]
     assert repeats[0]["same_tokens"]
     assert all(r["repeat_s"] > 0 for r in repeats)
@@ -77,6 +75,6 @@ def test_a_repeated_rollout_is_the_same_work(run):
 
 
 def test_policies_in_force_are_written_down(run):
-    policies = json.loads((run[0] / "policies.json").read_text())
+    policies = read_json(run[0] / "policies.json")
     assert [(p["rl_step"], p["name"]) for p in policies["policies"]] == list(enumerate(POLICIES))
     assert Policy.model_validate(policies["policies"][2]["policy"]).selector.kind == "beg-mab"
