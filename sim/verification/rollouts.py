@@ -23,7 +23,7 @@ from tltlab.acceptance.measured import BatchBand, MeasuredAcceptance, fit_accept
 from tltlab.arrays import Array, Flags
 from tltlab.calibration.iterations import iterations_of, recorded_rows
 from tltlab.costs import linear
-from tltlab.costs.base import CostModel
+from tltlab.costs.base import DRAFTING, CostModel
 from tltlab.costs.linear import LinearCosts
 from tltlab.costs.samples import Iterations
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
@@ -80,6 +80,7 @@ def rescaled(
 FORECASTS = 15
 INTERVAL = (10, 90)
 _ROUNDING_S = 1e-9
+_PLAIN = ("base_s", "per_request_s", "per_context_s", "prefill_per_token_s")
 _TABLES = ("workload", "outcomes", "iterations", "acceptance", "steps", "spans")
 """Tables that predictions are made of."""
 
@@ -321,12 +322,7 @@ class RecordedRun:
         rows = self._rows.where(self.of(rl_steps) & (self.shapes == shape))
         if not len(rows):
             raise ConfigError("there are no iterations to calibrate on")
-        costs = linear.fit(rows, recorded=True)
-        if not shape:
-            return costs
-        # The few iterations after gathers often have one batch size.
-        unseen = ("base_s", "per_request_s", "per_context_s", "prefill_per_token_s")
-        return costs.model_copy(update={name: getattr(costs, name) or 0.0 for name in unseen})
+        return linear.fit(rows, recorded=True)
 
     def timed(self, costs: Mapping[str, LinearCosts], rl_steps: Collection[int]) -> pd.DataFrame:
         """Iterations of some RL steps, with their `predicted` seconds and their `shape`, by which costs are."""
@@ -461,13 +457,11 @@ class _Prediction(RecordedRun):
         for size in range(min(self.window, len(candidates)), len(candidates) + 1):
             fit_on = nearest(candidates, step, size)
             rows = self.of(fit_on)
-            costs = {
-                shape: single_shape(self.costs(fit_on, shape), self.iterations[rows & (self.shapes == shape)], policy)
-                for shape in {*self.shapes[rows]}
-            }
-            acceptance = self.accepted(rows)
-            drafted = acceptance is not None and all(each.per_token_s is not None for each in costs.values())
-            if needed <= costs.keys() and (drafted or not speculates):
+            costs, acceptance = self._by_shape(fit_on, policy), self.accepted(rows)
+            drafted = not speculates or (
+                acceptance is not None and all(each.per_token_s is not None for each in costs.values())
+            )
+            if drafted and needed <= costs.keys():
                 unlike = self._unlike(rows, policy, step)
                 acceptance = self.accepted(rows & ~unlike) if unlike.any() else acceptance
                 accepted = self.acceptance(acceptance, step, fit_on, candidates)
@@ -479,6 +473,25 @@ class _Prediction(RecordedRun):
                 )  # fmt: skip
         does = f"gathers onto {max(needed)}" if len(needed) > 1 else "speculates"
         raise ConfigError(f"RL step {step} {does}, and too little in the other steps does: what it costs is not known")
+
+    def _by_shape(self, fit_on: Sequence[int], policy: Policy) -> dict[str, LinearCosts]:
+        """Return costs by shape, "" those of the first engines.
+
+        The few iterations after gathers may have one batch size. Where engines of one shape made no drafts, these cost
+        what they do on the others.
+        """
+        rows, costs = self.of(fit_on), dict[str, LinearCosts]()
+        for shape in {*self.shapes[rows]}:
+            costs[shape] = single_shape(
+                self.costs(fit_on, shape), self.iterations[rows & (self.shapes == shape)], policy
+            )
+        drafted = next((each for each in costs.values() if each.per_token_s is not None), None)
+        for shape, each in costs.items():
+            terms: Json = dict.fromkeys(_PLAIN if shape else (), 0.0)
+            terms |= drafted.model_dump(include={*DRAFTING}) if drafted is not None else {}
+            missing = {name: value for name, value in terms.items() if getattr(each, name) is None}
+            costs[shape] = each.model_copy(update=missing)
+        return costs
 
     def _unlike(self, fitted: Flags, policy: Policy, step: int) -> Flags:
         """Rows of `fitted` whose drafter remembers earlier RL steps, where prompts were not as new to it as in a step.
