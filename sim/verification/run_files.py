@@ -78,8 +78,7 @@ def planner_of(trace: Trace, allow_code: Collection[str] = ()) -> tuple[RolloutP
     if (own := OwnPlanner.parse(source)) is not None:
         _refuse_unasked(own, "requests were moved", allow_code)
     planner = load_planner(source)
-    if planner is None:
-        raise ConfigError(f"policies.json: planner {source!r} moves nothing")
+    assert planner is not None, "a run without a planner has no plans"
     return planner, {Shape.of(shape): load_costs(costs) for shape, costs in file.planner.costs.items()}
 
 
