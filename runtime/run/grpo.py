@@ -46,6 +46,7 @@ from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.rollout.rewards import Scored
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
 from tltlab.runtime.trainer.samples import OwnAdvantage, check, useful_groups
+from tltlab.stats import finite
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import Trace, read
 
@@ -55,7 +56,7 @@ from .inputs import check_inputs
 from .logging import RunLog
 from .memory import ProcessMemory
 from .placement import GpuPlacement
-from .rows import Shares, StepReport, heldout_figures, repeat_row, run_manifest, step_metrics, step_rows, summary_of
+from .rows import Shares, StepReport, heldout_figures, repeat_row, run_manifest, step_metrics, step_rows
 from .state import RunEvents, RunState, read_state, write_state
 
 Done = TypeVar("Done")
@@ -274,11 +275,21 @@ def train(
             run.checkpoint()
         if finished:
             run.save()
-        reports, drafter = run.reports, run.drafting.summary()
     if not finished:
         raise KeyboardInterrupt
-    heldout = {"heldout": figures, "best": run.best} if recipe.checkpoint.best else {"heldout": figures}
-    summary = summary_of(reports, run.state.reward_first, reward_last, drafter, heldout)
+    summary: Json = {
+        "grpo_steps": len(run.reports),
+        "reward_first": run.state.reward_first,
+        "reward_last": reward_last,
+        "heldout": figures,
+        "steps": [
+            {"rl_step": r.rl_step, "policy": r.policy, "reward": finite(r.reward_mean), "rollout_s": r.rollout_s}
+            for r in run.reports
+        ],
+        "drafter": run.drafting.summary(),
+    }
+    if recipe.checkpoint.best:
+        summary["best"] = run.best
     write_json(out / "summary.json", sealed(summary))
     return summary
 

@@ -18,12 +18,11 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.specs import Drafters, DrafterSpec
 from tltlab.errors import TraceError
 from tltlab.files import found_in
-from tltlab.records import Fields, Json, frozen
+from tltlab.records import frozen
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import EvalConfig
-from tltlab.stats import finite
 from tltlab.strategy import Strategy
 from tltlab.traces.metrics import bubble_fraction, mean_accept_length, tail_fraction, tokens_per_s
 from tltlab.traces.schema import (
@@ -317,39 +316,6 @@ def step_metrics(report: StepReport, rows: Mapping[str, Rows]) -> dict[str, floa
     for step in rows.get("steps", []):
         figures |= {f"drafter/{name}": step.get(f"drafter_{name}") for name in ("age", "updates")}
     return {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)}
-
-
-def summary_of(
-    reports: Sequence[StepReport],
-    reward_first: float | None,
-    reward_last: float | None,
-    drafter: Any,
-    heldout: Fields,
-) -> Json:
-    """Return `summary.json` of a run: its RL steps, held-out rewards before and after, and its drafter's summary.
-
-    `heldout` are the measures of the last evaluation, and where it is kept the best policy's RL step and reward.
-    """
-    return {
-        "grpo_steps": len(reports),
-        "reward_first": reward_first,
-        "reward_last": reward_last,
-        **heldout,
-        "steps": [
-            {"rl_step": r.rl_step, "policy": r.policy, "reward": finite(r.reward_mean), "rollout_s": r.rollout_s}
-            for r in reports
-        ],
-        "recorder_share": sum(r.recorder_s + r.record_s for r in reports) / sum(r.step_s for r in reports),
-        "drafter": drafter,
-        "off_policy": {
-            name: value
-            for name, value in (reports[-1].metrics if reports else {}).items()
-            if "/" in name and not name.startswith("reward/")
-        },
-        "trace": "trace",
-        "policy": "policy.json",
-        "versions": versions(),
-    }
 
 
 def heldout_figures(name: str, rewards: Sequence[float], config: EvalConfig) -> dict[str, float]:
