@@ -128,9 +128,6 @@ def export_drafter(
             "method": head.method,
             "depth": config.depth,
             "prompts": len(prompts),
-            "layout": "eagle" if head.method == "eagle" else "speculators",
-            "embedding": "in the checkpoint",
-            "lm_head": "in the checkpoint" if head.method == "eagle3" else "the target's: vLLM's class has none",
             "speculative_config": {
                 "method": head.method,
                 "model": str(out.resolve()),
