@@ -84,6 +84,10 @@ class FolderTokenizer:
             counts += [len(encoding) for encoding in encodings]
         return counts
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
 
 def token_counter(tokenizer: Path | None, chars_per_token: float | None) -> TokenCounter:
     """The counter that a user asked for. Raises ConfigError where both are given."""
