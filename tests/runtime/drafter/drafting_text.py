@@ -13,7 +13,7 @@ from tltlab.runtime.drafter.heads.kinds import new_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import TrainingSequence
 
-from ..small_models import small_shape
+from ..small_models import small_shape, until
 
 VOCAB, HIDDEN = 24, 32
 
@@ -27,6 +27,17 @@ def together(calls):
     """What calls return that run at once, each in its own thread."""
     with ThreadPoolExecutor(len(calls)) as threads:
         return [call.result() for call in [threads.submit(call) for call in calls]]
+
+
+def hand_over(sender, sequence):
+    """Send a sequence until it is taken: what comes before a trainer is connected is dropped."""
+
+    def taken():
+        dropped = sender.dropped
+        sender.sequence(sequence)
+        return sender.dropped == dropped
+
+    until(taken)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import tltlab
 from tests.refused import refused
 from tltlab.coordination.schedule import Attempt, ScheduleConfig, TrainingSchedule
 from tltlab.errors import ConfigError
-from tltlab.files import write_file
+from tltlab.files import json_lines, read_json, write_file
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.drafter import run as trainer_processes
@@ -157,17 +157,9 @@ class Story:
             self.run.worker_idle(n)
 
     def teach(self, worker):
-        feed = self.workers[worker].feed
         for n in range(24):
             sequence = text.sequence(100 * self.rl_step + n, rl_step=self.rl_step)
-
-            def sent(sequence=sequence):
-                # What is handed over before a trainer is connected is dropped.
-                dropped = feed.dropped
-                feed.sequence(sequence)
-                return feed.dropped == dropped
-
-            until(sent)
+            text.hand_over(self.workers[worker].feed, sequence)
 
     def trainers(self, ask, *workers):
         """What `ask` finds in each trainer's process, or in those of `workers`."""
@@ -190,7 +182,7 @@ class Story:
         until(lambda: self.pids.get(worker, old) != old)
 
     def logged(self):
-        return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+        return json_lines(self.folder / "events.jsonl")
 
     def ends(self):
         """End the rollout, for which no trainer is waited for in vain."""
@@ -592,7 +584,7 @@ def test_with_engines_only_a_collapsed_drafter_stops_serving(learning, recipe_fi
         run.evaluate(4)
         assert fed(run) == 0
         run.step()
-        assert json.loads((tmp_path / "run" / "repeats.json").read_text())["repeats"]
+        assert read_json(tmp_path / "run" / "repeats.json")["repeats"]
         # What is sent before a trainer is connected is dropped.
         until(lambda: fed(run) == 16 or not run.step())
         until(lambda: drafting.served.updates or not run.step())
@@ -610,7 +602,7 @@ def test_with_engines_only_a_collapsed_drafter_stops_serving(learning, recipe_fi
     trace = tltlab.read(tmp_path / "run" / "trace")
     assert trace.steps["drafter_version"].iloc[-1] >= 2
     assert trace.table("spot_training") is not None
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    events = json_lines(tmp_path / "run" / "events.jsonl")
     collapsed = next(event for event in events if event.get("verdict", {}).get("kind") == "collapsed")
     assert collapsed["verdict"]["predicted"] == [pytest.approx(0.9)] * 3
 
@@ -685,5 +677,5 @@ def test_an_interrupted_run_leaves_nothing_behind(learning, recipe_file):
         assert not list(places.glob("tltlab*"))
         assert not list(out.glob("**/.*.tltlab-*"))
         assert len(repair(out / "trace").rl_steps) >= 1
-        events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+        events = json_lines(out / "events.jsonl")
         assert events[-1]["event"].startswith("the run stopped: KeyboardInterrupt")

@@ -102,13 +102,7 @@ class Bench:
     def teach(self, worker, sequences):
         trainer, num_before = self.trainers[worker], len(self.trainers[worker]._keys)
         for sequence in sequences:
-            # Those sent before the trainer is connected are dropped.
-            while True:
-                dropped = self.senders[worker].dropped
-                self.senders[worker].sequence(sequence)
-                if self.senders[worker].dropped == dropped:
-                    break
-                time.sleep(0.01)
+            text.hand_over(self.senders[worker], sequence)
         until(lambda: len(trainer._keys) == num_before + len(sequences))
 
     def taught(self, config=CONFIG, worker=1, some=None):
