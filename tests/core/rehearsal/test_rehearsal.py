@@ -17,13 +17,15 @@ from tests.core.rehearsal.test_plan import TINY_TRACE, planned
 from tests.refused import refused
 from tltlab.cli.app import main
 from tltlab.errors import ConfigError, RunError
+from tltlab.files import read_json
 from tltlab.rehearsal.result import judged
 from tltlab.rehearsal.run import rehearse
 from tltlab.runtime.rollout.played import STOCK, played, read_plan
 
+pytestmark = pytest.mark.timeout(1800)
 ROUNDS, DEPTH, BATCHES = 3, 4, [1, 2]
 POLICIES = gpu.QUICK.split(",")
-QUICK = ["gpu", "quick", "tiny-shape", "--minutes", "5", "--batches", "1,2", "--rounds", str(ROUNDS)]
+QUICK = ["gpu", "quick", "tiny-shape", "--minutes", "60", "--batches", "1,2", "--rounds", str(ROUNDS)]
 ARGUMENTS = [
     "rehearse", str(gpu.TRACE), "--model", "tiny-shape", "--policies", gpu.QUICK, "--responses", "8", "--cap", "128",
     "--rounds", str(ROUNDS), "--json",
@@ -36,7 +38,7 @@ def killed(tmp_path_factory):
     file = tmp_path_factory.mktemp("rehearsal") / "quick.json"
     out = file.with_suffix("") / "tiny-shape"
     process = subprocess.Popen([sys.executable, "-m", "tltlab", "bench", *QUICK, "--out", str(file)])
-    end = time.monotonic() + 300
+    end = time.monotonic() + 900
     while not any(row["engine"] == "ours" and row["row"] == "rollout" for row in played(out)):
         assert process.poll() is None
         assert time.monotonic() < end
@@ -54,7 +56,7 @@ def killed(tmp_path_factory):
 def out(killed):
     """The same, gone on with to its end."""
     file = killed[0].parent.with_suffix(".json")
-    gpu.bench_quick(["tiny-shape"], batches=BATCHES, rounds=ROUNDS, minutes=5, out=file, progress=quiet)
+    gpu.bench_quick(["tiny-shape"], batches=BATCHES, rounds=ROUNDS, minutes=60, out=file, progress=quiet)
     return killed[0]
 
 
@@ -69,7 +71,7 @@ def test_what_was_played_stands_when_killed(killed, out):
 
 @pytest.mark.engine
 def test_quick_has_plain_steps_of_both_engines(out):
-    quick = json.loads(out.parent.with_suffix(".json").read_text())
+    quick = read_json(out.parent.with_suffix(".json"))
     steps = {(row["engine"], row["batch"]) for row in quick["rows"] if row["row"] == "plain step"}
     assert steps == {(engine, batch) for engine in (STOCK, "ours") for batch in BATCHES}
     assert {row["policy"] for row in quick["rows"] if row["row"] == "rollout"} == set(POLICIES)
@@ -104,7 +106,7 @@ def test_measured_stands_beside_predicted(out, capsys):
         main([*ARGUMENTS, "--out", str(out)])
     assert not ended.value.code
     shown = json.loads(capsys.readouterr().out)
-    assert shown == json.loads((out / "summary.json").read_text()) | {"out": str(out)}
+    assert shown == read_json(out / "summary.json") | {"out": str(out)}
     rows = {row["policy"]: row for row in shown["policies"]}
     assert list(rows) == POLICIES
     for name, row in rows.items():
