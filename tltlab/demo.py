@@ -18,7 +18,7 @@ from tltlab.report.timeline import timeline, write_perfetto
 from tltlab.runtime.drafter.offline.runs import annotated_drafts, by_position, idle_times, last_third
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.models.make import Size, make_model
-from tltlab.runtime.models.runs import Sizes, fixed_depth, prompts_of, recipe_of, trained_beside, warmed_up
+from tltlab.runtime.models.runs import Sizes, prompts_of, recipe_of, trained_beside, warmed_up
 from tltlab.runtime.ray.start import ray_running
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import DataConfig, EvalConfig, RolloutConfig, TrainConfig
@@ -273,8 +273,7 @@ def run_drafter(
     """
     head = warmed_up(model, out / "warm-up", sizes, report)
     drafter = trained_beside(head, sizes).model_copy(update={"annotate": 8})
-    policy = fixed_depth(out / "fixed.json", sizes.draft_depth)
-    recipe = recipe_of(model, sizes, seed=seed, policy=policy, drafter=drafter)
+    recipe = recipe_of(model, sizes, seed=seed, drafter=drafter, **sizes.drafting)
     with GrpoRun(recipe, out) as run:
         # Rollouts are measured, so nothing else may run meanwhile.
         before_steps()

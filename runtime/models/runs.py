@@ -11,8 +11,6 @@ from tltlab.config import counted
 from tltlab.coordination.schedule import Kind, ScheduleConfig
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_file
-from tltlab.policies.policy import Policy
-from tltlab.policies.specs import FixedSpec
 from tltlab.records import Json, frozen
 from tltlab.runtime.data.prompts import Prompt, read_prompts
 from tltlab.runtime.drafter.offline.data import PromptedText, load_target
@@ -20,7 +18,6 @@ from tltlab.runtime.drafter.offline.warm_up import train_drafter
 from tltlab.runtime.recipe.drafter import DrafterConfig, LossConfig, OptimConfig, TextConfig, WarmUpConfig
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import DataConfig, EvalConfig, RolloutConfig, TrainConfig
-from tltlab.strategy import Strategy
 
 from .measure import sample
 
@@ -54,6 +51,11 @@ class Sizes:
     warm_up_length: float = 2.1
     warm_up_updates: int = 400
     heldout: int = 512
+
+    @property
+    def drafting(self) -> Json:
+        """Settings of rollouts with drafts of one depth throughout."""
+        return {"policy": f"{DRAFTER}:{self.draft_depth}", "max_draft_depth": self.draft_depth}
 
 
 def prompts_of(model: Path, split: str, count: int) -> list[Prompt]:
@@ -129,19 +131,17 @@ def recipe_of(
     sizes: Sizes,
     *,
     seed: int,
-    policy: Path | None,
     drafter: DrafterConfig | None,
     train: Path | None = None,
     **rollout: Any,
 ) -> Recipe:
     """Return a recipe of a run on a folder of `tltlab make-model`; `train` replaces its prompts.
 
-    `rollout` are further settings of its rollouts. Without a policy there is no speculation.
+    `rollout` are further settings of its rollouts.
     """
     report = read_json(model / "report.json")
     if not isinstance(report, Mapping) or "reward" not in report:
         raise ConfigError(f"{model / 'report.json'} names no reward: the benchmark takes a folder of tltlab make-model")
-    drafting: Json = {"max_draft_depth": sizes.draft_depth, "policy": str(policy)} if policy else {}
     return Recipe(
         model=str(model),
         reward=report["reward"],
@@ -152,16 +152,10 @@ def recipe_of(
             group_size=sizes.group_size,
             max_response_tokens=sizes.max_response_tokens,
             vllm={"max_num_seqs": max(sizes.prompts_per_step * sizes.group_size // sizes.workers, 1) + 1},
-            **drafting | rollout,
+            **rollout,
         ),
         train=TrainConfig(steps=sizes.steps),
         drafter=drafter,
         eval=EvalConfig(num_prompts=sizes.heldout),
         seed=seed,
     )
-
-
-def fixed_depth(path: Path, depth: int) -> Path:
-    """Write a policy file: the learned drafter at one depth throughout."""
-    Policy(selector=FixedSpec(strategy=Strategy.chain(DRAFTER, depth))).write(path)
-    return path

@@ -31,7 +31,6 @@ from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.models.runs import (
     DRAFTER,
     Sizes,
-    fixed_depth,
     prompts_of,
     recipe_of,
     trained_beside,
@@ -97,14 +96,14 @@ def bench_adaptive(
     the one in service. Ratios are of the last third of the RL steps, their intervals from resampled RL steps; `goal` is
     what is to be reached.
     """
-    policy = fixed_depth(out / "policy.json", sizes.draft_depth)
     warmed_on = {prompt.prompt_id for prompt in prompts_of(model, "train", sizes.warm_up_texts)}
     runs = []
     for number in range(seed, seed + sizes.seeds):
         traces = {}
         for name, kind in KINDS.items():
             progress(f"{name} drafter, seed {number}, {sizes.steps} RL steps of {sizes.workers} workers")
-            recipe = recipe_of(model, sizes, seed=number, policy=policy, drafter=trained_beside(head, sizes, kind))
+            drafter = trained_beside(head, sizes, kind)
+            recipe = recipe_of(model, sizes, seed=number, drafter=drafter, **sizes.drafting)
             traces[name] = run_steps(recipe, out / f"{name}-{number}", sizes.steps, progress)
         runs.append(compared(traces["frozen"], traces["adaptive"], warmed_on))
     return {
@@ -254,8 +253,8 @@ def bench_coordination(
     """
     if sizes.workers < FEWEST_WORKERS:
         raise ConfigError(f"{sizes.workers} workers: coordination is measured with at least {FEWEST_WORKERS}")
-    policy = fixed_depth(out / "policy.json", sizes.draft_depth)
-    recipe = recipe_of(model, sizes, seed=seed, policy=policy, drafter=trained_beside(head, sizes), repeat_every=2)
+    drafter = trained_beside(head, sizes)
+    recipe = recipe_of(model, sizes, seed=seed, drafter=drafter, repeat_every=2, **sizes.drafting)
     progress(f"{sizes.pairs} rollouts of {sizes.workers} workers, each with and without training")
     folder = out / "run"
     trace = run_steps(recipe, folder, sizes.pairs, progress, kind=PairedRun)

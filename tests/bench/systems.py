@@ -130,7 +130,7 @@ def recipe_for(sizes: SystemSizes, system: System, model: Path, head: Path, out:
     if network_drafter(system):
         drafter = trained_beside(head, sizes, "always" if system.idle_use else "never")
     with faults_in(f"recipe of {system.name}"):
-        recipe = recipe_of(model, sizes, seed=seed, policy=None, drafter=drafter, train=data, system=system.name)
+        recipe = recipe_of(model, sizes, seed=seed, drafter=drafter, train=data, system=system.name)
     return recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"every": 0})})
 
 

@@ -123,10 +123,10 @@ def test_given_sizes_change_the_recipes(random_model, tmp_path):
     sizes = changed(BenchSizes(), steps=3, workers=5)
     assert (sizes.steps, sizes.workers, sizes.model) == (3, 5, "small")
     with refused(ConfigError, naming=("report.json",)):
-        recipe_of(random_model, sizes, seed=0, policy=None, drafter=None)
+        recipe_of(random_model, sizes, seed=0, drafter=None)
     model = tmp_path / "model"
     model.mkdir()
     (model / "report.json").write_text('{"reward": "tltlab.runtime.models.tasks:gcd_reward"}')
-    plain = recipe_of(model, sizes, seed=4, policy=None, drafter=None)
+    plain = recipe_of(model, sizes, seed=4, drafter=None)
     assert (plain.rollout.policy, plain.seed) == ("none", 4)
     assert plain.data == DataConfig(train=str(model / "train.jsonl"), heldout=str(model / "heldout.jsonl"))
