@@ -10,12 +10,13 @@ import numpy as np
 import pandas as pd
 
 from tltlab.calibration.api import Calibration, calibrate
+from tltlab.calibration.idle_training import recorded_updates
 from tltlab.console import progress, table_text
 from tltlab.errors import RunError
 from tltlab.files import sealed, write_json
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.report.timeline import timeline, write_perfetto
-from tltlab.runtime.drafter.offline.runs import annotated_drafts, by_position, idle_times, last_third
+from tltlab.runtime.drafter.offline.runs import annotated_drafts, last_third
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.models.make import Size, make_model
 from tltlab.runtime.models.runs import Sizes, prompts_of, recipe_of, trained_beside, warmed_up
@@ -288,15 +289,10 @@ def run_drafter(
         raise RunError(f"{out}: no response to a new prompt of the run with the adaptive drafter was annotated")
     late = set(last_third([pair[0].rl_step for pair in pairs]))
     frozen, adaptive = ([pair[i] for pair in pairs if pair[i].rl_step in late] for i in (0, 1))
-    idle = idle_times(trace)
-    assert trace.steps is not None
     timeline(trace.select(trace.rl_steps[-1:]), out=out / "timeline.png")
-    idle_s = sum(step.idle_s for step in idle)
     return {
         "frozen_accept_length": float(np.mean([step.accept_length for step in frozen])),
         "adaptive_accept_length": float(np.mean([step.accept_length for step in adaptive])),
-        "accept_length_at_start": pairs[0][0].accept_length,
-        "kept_by_position": {"frozen": by_position(frozen), "adaptive": by_position(adaptive)},
         "steps": [
             {
                 "rl_step": first.rl_step,
@@ -305,9 +301,7 @@ def run_drafter(
             }
             for first, second in pairs
         ],
-        "drift_kl": float(trace.steps["drift_kl"].mean()),
-        "updates": sum(step.updates for step in idle),
-        "idle_share_used": sum(step.train_s for step in idle) / idle_s if idle_s else None,
+        "updates": 0 if trace.spot_training is None else sum(recorded_updates(trace.spot_training).values()),
         "verify": verify(out, seed=seed).json(),
         "run": out.name,
         "timeline": f"{out.name}/timeline.png",

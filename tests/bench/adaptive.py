@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from bench.harness import Progress, Table, Text, shown
+from bench.idle import by_position, idle_times
 from bench.models import folder_or_temporary, made_model
 from tltlab.coordination.schedule import Kind
 from tltlab.errors import ConfigError, RunError
@@ -22,9 +23,7 @@ from tltlab.files import read_json, write_json
 from tltlab.runtime.drafter.offline.runs import (
     AcceptedDrafts,
     annotated_drafts,
-    by_position,
     drafts_of,
-    idle_times,
     last_third,
 )
 from tltlab.runtime.engine.environment import hardware, versions

@@ -9,6 +9,7 @@ from bench import adaptive as runs
 from bench import app as bench
 from bench.adaptive import PARTS, BenchSizes, live_drafts
 from bench.harness import changed
+from bench.idle import by_position
 from tests.refused import refused
 from tests.sim.workloads import typed
 from tltlab.errors import ConfigError
@@ -16,7 +17,6 @@ from tltlab.runtime.drafter.offline.data import load_target
 from tltlab.runtime.drafter.offline.runs import (
     AcceptedDrafts,
     annotated_drafts,
-    by_position,
     last_third,
 )
 from tltlab.runtime.models.runs import prompts_of, recipe_of, sample_texts
