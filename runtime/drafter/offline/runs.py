@@ -1,4 +1,4 @@
-"""Acceptance of a learned drafter's drafts from a run's trace: of the one that the run began with, and of later ones."""
+"""Acceptance of a learned drafter's drafts from a run's trace: of the one it began with, and of later ones."""
 
 from collections.abc import Collection, Sequence
 
