@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from tltlab.errors import ConfigError, InputError, RunError, TraceError, disk_full
+from tltlab.errors import ConfigError, InputError, RunError, TraceError
 from tltlab.files import LOCK, fsync_folder, lock, new_folder, sha256_of
 from tltlab.records import Json
 
@@ -370,7 +370,7 @@ class Recorder:
         self._lock.close()
 
     def _refused(self, error: OSError) -> RunError:
-        return RunError(disk_full(error, self.path) or f"cannot record to {self.path}: {error.strerror or error}")
+        return RunError(f"cannot record to {self.path}: {error.strerror or error}")
 
     def _cannot_continue(self, rl_steps: int, why: str) -> RunError:
         return RunError(

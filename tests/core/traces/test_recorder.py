@@ -77,7 +77,7 @@ def test_a_disk_that_refuses_is_named(tmp_path, monkeypatch):
     interrupted(tmp_path / "t", *of_rl_step(0))
     with monkeypatch.context() as here:
         here.setattr(schema_module, "replace_durably", disk_full)
-        with refused(RunError, naming=("disk is full", "--resume", tmp_path / "t")):
+        with refused(RunError, naming=("No space left", tmp_path / "t")):
             Recorder.reopen(tmp_path / "t", MANIFEST, 1)
         with refused(ConfigError):
             Recorder(tmp_path / "new", MANIFEST)

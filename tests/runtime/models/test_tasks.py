@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.runtime.models.measure import prompt_share
 from tltlab.runtime.models.tasks import TASKS, gcd_reward, subset_sum_reward, try_success
+from tltlab.stats import intraclass_correlation
 
 NUMS = "nums 9 7 5 4 goal 20 go"
 
@@ -90,7 +90,10 @@ def test_traces_have_a_long_tail_and_own_lengths(name, prompt_decides, reward):
     lengths = np.array([[len(trace.split()) + 1 for trace in group] for group in traces])
     rewards = [_reward(task)(p.prompt, t, p.answer) for p, group in zip(problems, traces, strict=True) for t in group]
     assert np.percentile(lengths, 95) > 4 * np.median(lengths)
-    assert prompt_decides[0] <= prompt_share(np.log(lengths)) <= prompt_decides[1]
+    logs = np.log(lengths)
+    between = logs.shape[1] * logs.mean(axis=1).var(ddof=1)
+    share = intraclass_correlation(between, logs.var(axis=1, ddof=1).mean(), logs.shape[1])
+    assert prompt_decides[0] <= share <= prompt_decides[1]
     assert reward[0] < np.mean(rewards) < reward[1]
 
 
