@@ -67,11 +67,12 @@ def test_known_columns_of_a_csv_are_used(tmp_path):
 @pytest.mark.parametrize("name", ["step", "Step", "global_step", "Training Step", "train-step", "iteration"])
 def test_rl_step_of_csv_has_other_names(command, tmp_path, name):
     path = csv(tmp_path, f"{name},output_tokens,reward\n7,1,0.5\n7,2,0.5\n9,3,1\n")
-    assert read(path).rl_steps == [7, 9]
-    assert import_dump(path, group_size=2).outcomes["prompt_id"].tolist() == ["p0", "p0", "p1"]
+    # First: what was read is said once of a file.
     code, out, err = command("trace", "describe", path, "--json")
     assert (code, len(json.loads(out)["rl_steps"])) == (0, 2)
     assert f"response_tokens from output_tokens, rl_step from {name}, reward" in err
+    assert read(path).rl_steps == [7, 9]
+    assert import_dump(path, group_size=2).outcomes["prompt_id"].tolist() == ["p0", "p0", "p1"]
 
 
 @pytest.mark.parametrize(
