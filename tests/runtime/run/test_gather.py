@@ -89,8 +89,11 @@ def test_seer_takes_from_one_buffer(recipe_file, tmp_path):
     assert trace.iterations["batch"].max() <= 3
     assert "suffix" in set(trace.iterations["drafter"])
     assert "goes on without it" not in (tmp_path / "run" / "events.jsonl").read_text()
+    plans = trace.table("plans")
+    for actions in plans[plans["plan"] == 0]["actions"]:
+        held = [action for action in actions if action.startswith("hold")]
+        assert len(held) == RESPONSES - 6
+        assert not any(action.endswith(", 0, 0)") for action in held), "probes are among the six that begin at once"
     for _, rows in trace.outcomes.groupby("rl_step"):
         assert len(rows) == RESPONSES
         assert set(rows["finish_reason"]) <= {"stop", "length"}
-        begun = rows.sort_values("t_first_token")["sample"].tolist()
-        assert begun[:6].count(0) == 4, "probes are among the six that begin at once"
