@@ -273,11 +273,16 @@ class PartialRollouts(Rollouts):
         }
 
     def _load(self, state: Fields, folder: Path) -> None:
-        """Raise ConfigError where the data has changed, or the cap is below a response that is to continue."""
+        """Raise ConfigError where the data has changed, the cap is below a response that is to continue, or the state
+        is another release's.
+        """
         self._pending, self._lengths = [], TrainedLengths()
         if "pending" not in state:
             return
-        self._lengths = TrainedLengths(**state["lengths"])
+        try:
+            self._lengths = TrainedLengths(**state["lengths"])
+        except TypeError as error:
+            raise ConfigError(f"{folder} is of another release of tltlab: go on with that one") from error
         cap = self.recipe.rollout.max_response_tokens
         columns = load_ragged(folder / PENDING_FILE)
         tokens = iter(zip(*(columns[name] for name in _PER_TOKEN), strict=True))

@@ -245,7 +245,7 @@ class PlannedRollout:
         asked_s = self._now_s()
         await self._close()
         if left := len(self._at) + len(self._held):
-            # What the calls have is brought in after their last iterations: a part of what a gather takes.
+            # Bringing in the calls' tokens after their last iterations is a part of what a gather takes.
             since_s, self._left = max(asked_s, self._busy_until_s), left
             await self._switch(action.shape)
             seconds = self._pool.costs[action.shape].switch_s = self._now_s() - since_s
@@ -260,7 +260,7 @@ class PlannedRollout:
     async def _close(self) -> None:
         """End all calls; what still runs is held, with the tokens that it has."""
         self._closing = True
-        # Of a failed engine its call tells.
+        # The call of a failed engine raises why.
         closed = (self._pool.asked(n, "change", (), (), (), True) for n in self._open)
         await asyncio.gather(*closed, return_exceptions=True)
         while self._serving:
@@ -316,7 +316,7 @@ class PlannedRollout:
                 del self._at[response.key]
 
     async def _listen(self, n: int) -> None:
-        # Of a failed engine its call tells.
+        # The call of a failed engine raises why.
         with suppress(RunError):
             while True:
                 self._told[n] = await self._pool.asked(n, "news")

@@ -596,7 +596,7 @@ def what_if(
             break
     others = _others(source, config, lambda **facts: read_lengths(lengths, replace(reading, **facts), form).trace)
     for name, runs in others.items():
-        # Who drafts without training knows no context that it was trained at.
+        # Drafters that need no training have no context that they were trained at.
         answers = (a if name == "context" and not a.trained else ask.with_others(found, a, name, runs)
                    for a in found.answers)  # fmt: skip
         found = replace(found, answers=tuple(answers))
@@ -679,7 +679,7 @@ class _Question:
         base = times["none"]
         by_time = sorted(tables, key=lambda name: float(times[name].rollout_s.sum()))
         fastest = {scenario.registry[name].has_network: name for name in reversed(by_time)}
-        # What needs no training, then what has a network.
+        # Drafters that need no training, then those with a network.
         best = [fastest[trained] for trained in sorted(fastest)]
         answers = tuple(self._answer(scenario, name, tables[name], times) for name in best)
         by_accept = self._times(self._at_chances(rl_steps, best[0]))

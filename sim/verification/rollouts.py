@@ -245,8 +245,10 @@ def nearest(rl_steps: Sequence[int], step: int, window: int) -> list[int]:
 
 @frozen
 class Fit:
-    """What other RL steps tell of one: costs, those of the first engines by "" and of others by their shape,
-    acceptance, seconds beside the iterations, and those until engines of another shape run.
+    """Costs and acceptance fitted to `rl_steps`, for the prediction of another one.
+
+    `costs` are by the engines' shape, "" those of the first engines. `outside_s` are seconds of a rollout beside its
+    iterations, `gather_s` those until engines of another shape run.
     """
 
     costs: Mapping[str, LinearCosts]

@@ -195,6 +195,14 @@ def test_continued_responses_need_prompt_and_room(tmp_path, name, value, facts):
         rollouts.load_state_dict(state, tmp_path)
 
 
+def test_the_state_of_another_release_is_refused(tmp_path):
+    engines, rollouts = made()
+    run(engines, rollouts, range(2))
+    state = rollouts.state_dict(tmp_path) | {"lengths": {"trained": [], "dropped": []}}
+    with refused(ConfigError, naming=(tmp_path, "release")):
+        rollouts.load_state_dict(state, tmp_path)
+
+
 @pytest.mark.parametrize(("num", "partial"), [(4, ANEW), (3, {"concurrency": 64})])
 def test_few_prompts_are_no_reason_to_stop(num, partial):
     """Some begin anew before they are a step."""
